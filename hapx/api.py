@@ -1,0 +1,364 @@
+"""What users type: `plan` and `HAP`.
+
+`plan` makes a Plan from a module and a cluster; `HAP` is the module as this rank runs it. Everything is done elsewhere: planning in
+`hapx.planner`, processes in `hapx.runtime.launch`, the local programs in `hapx.runtime.executor`.
+
+Invariants of `HAP`: names of parameters, buffers and state are the single-device model's; the loss has the single-device value on
+every rank, and gradients are the single-device gradients, cut as the plan stores the parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hapx import codec
+from hapx.cluster.spec import ClusterSpec
+from hapx.collectives.communicator import create_groups
+from hapx.errors import HapError, LaunchError, PlanError
+from hapx.graph.capture import capture
+from hapx.graph.capture_inputs import Inputs, bind_inputs
+from hapx.ir import Graph
+from hapx.plan import Plan, ProgramKey
+from hapx.restriction import Restriction
+from hapx.runtime.data import ShareSampler
+from hapx.runtime.executor import Executor, share_out
+from hapx.runtime.launch import join, lost_rank
+from hapx.runtime.local_inputs import LocalInputs
+from hapx.verify import verify
+
+Cluster = str | os.PathLike[str] | Mapping[str, Any] | ClusterSpec
+
+
+def plan(
+    module: nn.Module, cluster: Cluster, example_inputs: Any, *,
+    loss_fn: Callable[..., Tensor] | None = None, strategy: str | Restriction = "auto", optimizer: str = "adamw",
+    precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto",
+) -> Plan:  # fmt: skip
+    """The fastest distributed training program found for `module` on `cluster`. Needs no process group and no real weights (`meta`
+    works); the module is not changed. Raises CaptureError, ClusterSpecError, InsufficientMemoryError and other HapErrors."""
+    from hapx.planner import plan_module  # the planner is not needed to run a plan
+
+    return plan_module(
+        module, ClusterSpec.load(cluster), example_inputs,
+        loss_fn=loss_fn, strategy=strategy, optimizer=optimizer, precision=precision, remat=remat, micro_batches=micro_batches,
+    )  # fmt: skip
+
+
+class HAP(nn.Module):
+    """`module` on this rank of `cluster_spec`. Call it like the module; create the optimizer from its parameters afterwards.
+
+    Args:
+        module: its parameters are replaced by this rank's pieces, in place; values start equal to rank 0's.
+        cluster_spec: a path, dict or ClusterSpec; it has as many devices as there are ranks, and rank i is device i.
+        example_inputs: a tuple or a dict; without them the first call plans.
+        plan: a Plan or the path of one, instead of planning.
+        inputs: "global": every rank passes the whole batch; "local": every rank passes its share (`batch_sizes`).
+        gather_outputs: whether results other than the loss are whole on every rank, or this rank's pieces.
+
+    The rest is as in `plan`.
+    """
+
+    def __init__(
+        self, module: nn.Module, cluster_spec: Cluster, example_inputs: Any = None, *,
+        plan: Plan | str | os.PathLike[str] | None = None, inputs: Literal["global", "local"] = "global",
+        loss_fn: Callable[..., Tensor] | None = None, strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
+        remat: str = "auto", micro_batches: int | str = "auto", gather_outputs: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        if inputs not in ("global", "local"):
+            raise HapError(f"inputs={inputs!r}", where="HAP", allowed='"global" or "local"')
+        self._cluster = ClusterSpec.load(cluster_spec)
+        self._world = join(self._cluster)
+        # the user's module is not a submodule: names of parameters and state stay the module's own
+        object.__setattr__(self, "module", module)
+        self._loss_fn, self._local_inputs, self._gather_outputs = loss_fn, inputs == "local", gather_outputs
+        self._options: dict[str, Any] = {"strategy": strategy, "optimizer": optimizer, "precision": precision, "remat": remat}
+        self._options["micro_batches"] = micro_batches
+        self._given, self._executor = plan, None
+        self._captured: set[ProgramKey] = set()
+        self.training = module.training
+        object.__setattr__(self, "_twin", self._world.together(lambda: _meta_twin(module), "copying the module"))
+        if example_inputs is not None or plan is not None:
+            self._start(example_inputs)
+        elif any(p.is_meta for p in module.parameters()):
+            raise LaunchError("a model on `meta` gets its values when it is planned, before the optimizer is created", hint="pass example_inputs")
+
+    # ---- planning -----------------------------------------------------------------------------------------------------
+
+    def _start(self, example_inputs: Any) -> None:
+        """Plan on rank 0, tell everybody, shard the module."""
+        text, compared = json.loads(self._world.from_first(lambda: json.dumps(self._first_plan(example_inputs)), "planning"))
+        found: Plan = self._world.together(lambda: _checked(text, self._cluster), "reading the plan")
+        self._captured = {found.first} if compared else set()
+        groups = create_groups(found.stages[0].mesh)
+        seed = int(self._world.from_first(lambda: str(torch.initial_seed()), "drawing a seed"))
+        self._executor = self._world.together(
+            lambda: Executor(found, self._world.rank, self.module, groups, seed=seed, device=self._world.device), "sharding the model"
+        )
+
+    def _first_plan(self, example_inputs: Any) -> tuple[str, bool]:
+        """On rank 0: a new plan, or the user's; and whether its graph is known to be the model's."""
+        twin: nn.Module = self._twin
+        if self._given is None:
+            if not twin.training:
+                twin.train()
+            return _to_json(plan(twin, self._cluster, example_inputs, loss_fn=self._loss_fn, **self._options)), True
+        found = self._given if isinstance(self._given, Plan) else Plan.load(self._given)
+        if example_inputs is None:
+            return _to_json(found), False  # compared at the first call
+        graph = capture(twin, example_inputs, loss_fn=self._loss_fn, training=found.first.mode == "train")
+        if tuple(graph.refs[n].shape for n in graph.input_names) != found.first.shapes:
+            return _to_json(found), False
+        _compare(found, graph, found.first)
+        return _to_json(found), True
+
+    def _ensure(self, key: ProgramKey, call: Inputs) -> None:
+        """There is a program for `key`, and it is the model's (a collective call)."""
+        if self._executor is None:
+            self._start(self._example(call))
+        executor = self._running()
+        if key in executor.plan.graphs and key in self._captured:
+            return
+
+        def make() -> str:
+            graph = capture(self._twin, self._example(call), loss_fn=self._loss_fn, training=key.mode == "train")
+            if key in executor.plan.graphs:
+                _compare(executor.plan, graph, key)
+                return ""
+            from hapx.planner import extend
+
+            return _to_json(extend(executor.plan, graph, key))
+
+        text = self._world.from_first(make, "planning")
+        if text:
+            executor.plan = self._world.together(lambda: _checked(text, self._cluster), "reading the plan")
+        self._captured.add(key)
+
+    def _example(self, call: Inputs) -> Any:
+        """A call as example inputs."""
+        args, kwargs = call.call(call.tensors)
+        if self._loss_fn is not None:
+            positional, keyword, targets = args
+            return (keyword or positional, targets)
+        return args if not kwargs else _named(self.module, args, kwargs)
+
+    def _running(self) -> Executor:
+        if self._executor is None:
+            raise LaunchError("the model has no plan yet", where="HAP", hint="pass example_inputs, or call the model once")
+        return self._executor
+
+    # ---- running ------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss, as the module returns it on one device (and its other results)."""
+        call, key = self._announce(args, kwargs)
+        local = LocalInputs(self._world, call.tensors) if self._local_inputs else None
+        if local is not None:
+            key = ProgramKey(key.mode, local.shapes, key.autocast)
+            call = Inputs(call.args, call.kwargs, call.names, local.whole_on_meta())
+        self._ensure(key, call)
+        executor = self._running()
+        graph = executor.plan.graphs[key]
+        tensors = dict(zip(graph.input_names, call.tensors, strict=True))
+        cut = None
+        if local is not None:
+            tensors, cut = local.arrange(executor, key)
+        with lost_rank():
+            outputs = executor.run(key, {n: t.to(self._world.device) for n, t in tensors.items()}, cut)
+        return self._results(graph, key, outputs)
+
+    def _announce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, ProgramKey]:
+        """Agrees with all ranks on what is run next."""
+        try:
+            call = self._bind(args, kwargs)
+            autocast = _autocast(self._world.device.type)
+            mode: Literal["train", "eval"] = "train" if self.training else "eval"
+            shapes = tuple(tuple(t.shape) for t in call.tensors)
+            told = [f"{n} {t.dtype}{list(t.shape[1:] if self._local_inputs else t.shape)}" for n, t in zip(call.names, call.tensors, strict=True)]
+            text = f"{mode} {', '.join(told)}{f' autocast {autocast}' if autocast else ''}{'' if torch.is_grad_enabled() else ' no_grad'}"
+        except Exception:
+            self._world.agree(None)
+            raise
+        self._world.agree(text)
+        return call, ProgramKey(mode, shapes, autocast)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        if self._loss_fn is None:
+            return bind_inputs(self.module, args if not kwargs else _named(self.module, args, kwargs))
+        if kwargs or len(args) < 2:
+            raise LaunchError(f"called with {len(args)} arguments", where="HAP with loss_fn", allowed="model(inputs, *targets)")
+        targets = args[1] if len(args) == 2 else args[1:]
+        return bind_inputs(self.module, (args[0], targets), with_loss_fn=True)
+
+    def _results(self, graph: Graph, key: ProgramKey, outputs: Mapping[str, Tensor]) -> Any:
+        loss = outputs[graph.loss]
+        others = [o for o in graph.outputs if o.role == "result"]
+        if not others:
+            return loss
+        executor = self._running()
+        placements = {p.tensor: p.placement for p in executor.plan.stages[0].programs[key].gives}
+        values = {str(o.target): outputs[o.tensor] for o in others}
+        if self._gather_outputs:
+            position = executor.position(key)
+            values = {str(o.target): position.gather(outputs[o.tensor], placements[o.tensor], executor.communicators) for o in others}
+        if all(name == str(i + 1) for i, name in enumerate(values)):
+            return (loss, *values.values())
+        return Results(loss=loss, **values)
+
+    # ---- what users ask for ---------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with all programs so far."""
+        return self._running().plan
+
+    @property
+    def code(self) -> str:
+        """The local training program as Python text."""
+        executor = self._running()
+        return executor.program(executor.plan.first).code
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Samples of the planned global batch per rank."""
+        executor = self._running()
+        return executor.batch_sizes(executor.plan.first)
+
+    def batch_sizes_for(self, n: int) -> tuple[int, ...]:
+        """Samples per rank of a global batch of `n`."""
+        executor = self._running()
+        for key, graph in executor.plan.graphs.items():
+            if graph.batch == n and key.mode == ("train" if self.training else "eval"):
+                return executor.batch_sizes(key)
+        return share_out(n, executor.plan.shares)
+
+    def sampler(self, dataset: Sized, batch_size: int, shuffle: bool = True, seed: int = 0) -> ShareSampler:
+        """A DataLoader's `batch_sampler`: this rank's share of the same global batches. For inputs="local"."""
+        return ShareSampler(dataset, batch_size, self.batch_sizes_for, self._world.rank, shuffle, seed)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As in DDP: gradients of forward passes inside are accumulated without communication and joined by the next one outside."""
+        return self._running().no_sync()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the gradients by their global norm over all ranks, and returns it."""
+        return self._running().clip_grad_norm_(max_norm, norm_type)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The single-device state, whole, on every rank (a collective call)."""
+        return self._running().store.full_state_dict()
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Loads single-device state; every rank passes the same and keeps its pieces."""
+        self._running().store.load_full_state_dict(state)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The single-device gradients, whole, on every rank (a collective call); parameters without one are left out."""
+        return self._running().store.full_gradients()
+
+    # ---- an nn.Module with the wrapped module's names --------------------------------------------------------------------
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's pieces, under the single-device names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads pieces that `state_dict` of the same rank and plan gave."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def train(self, mode: bool = True) -> HAP:
+        super().train(mode)
+        self.module.train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self._executor is not None:
+            self._executor.gradients.clear()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HAP:
+        raise LaunchError(
+            "a distributed model stays on the device and in the dtype it was planned for", where="HAP.to", hint="convert the module before HAP(...)"
+        )
+
+    def extra_repr(self) -> str:
+        return f"rank {self._world.rank} of {self._world.size}: {type(self.module).__name__}"
+
+
+class Results(dict[str, Any]):
+    """Results of a model by name, also as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call with positional and keyword arguments as keyword arguments only."""
+    import inspect
+
+    names = list(inspect.signature(module.forward).parameters)
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _autocast(device: str) -> str | None:
+    """Dtype of the caller's autocast, if it is on."""
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else None
+
+
+def _to_json(found: Plan) -> str:
+    return json.dumps(codec.encode(found))
+
+
+def _checked(text: str, cluster: ClusterSpec) -> Plan:
+    """The plan of a message. Raises PlanError unless it is sound and for this cluster."""
+    found: Plan = codec.decode(json.loads(text), Plan)
+    ours, theirs = ([m.devices for m in c.machines] for c in (cluster, found.cluster))
+    if ours != theirs:
+        raise PlanError(
+            f"the plan is for another cluster, {found.cluster.name!r}", where=f"cluster {cluster.name!r}", hint="plan again for this cluster"
+        )
+    verify(found)
+    return found
+
+
+def _compare(found: Plan, graph: Graph, key: ProgramKey) -> None:
+    """The plan's graph must be the model's, down to every argument."""
+    if graph.hash != found.graphs[key].hash:
+        where = f"{key.mode} program for {_shapes(key)}"
+        raise PlanError("the plan was made for another computation than this model's", where=where, hint="plan again for this model")
+
+
+def _shapes(key: ProgramKey) -> str:
+    return ", ".join(str(list(s)) for s in key.shapes)
+
+
+def _meta_twin(module: nn.Module) -> nn.Module:
+    """A copy of the module without values: later programs are captured from it, when the module holds pieces only."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise LaunchError(
+            f"the module cannot be copied: {error}", where=type(module).__name__, hint="attributes must support copy.deepcopy"
+        ) from error

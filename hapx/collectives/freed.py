@@ -1,0 +1,109 @@
+"""Gathered parameters that are freed after their use in forward and gathered again in backward.
+
+In: a forward pass run inside of `freeing()`, in which conversions with `free` register what they gathered. Out: a graph that keeps
+tokens instead of the gathered tensors (and of views of them, which operators save just as often). Invariants: gradients are those of
+the graph that keeps everything; all ranks gather again in the same order, because autograd visits equal programs in equal order; in
+one backward pass a tensor is gathered once, and dropped when every token of it has been redeemed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+_ACTIVE = threading.local()
+
+
+class FreedParameter:
+    """One gathered tensor: how to get it back. `regather` returns a tensor with the layout of the first one."""
+
+    def __init__(self, gathered: Tensor, regather: Callable[[], Tensor]):
+        self.storage = weakref.ref(gathered.untyped_storage())
+        self.dtype, self.nbytes, self.regather = gathered.dtype, gathered.untyped_storage().nbytes(), regather
+        self.handed_out = 0
+        self.redeemed = 0
+        self.cached: Tensor | None = None
+
+    def redeem(self) -> Tensor:
+        """The gathered tensor, for one token."""
+        whole = self.cached
+        if whole is None:
+            with torch.no_grad():
+                whole = self.regather()
+            assert whole.untyped_storage().nbytes() == self.nbytes, "gathered again with another layout"
+        self.redeemed += 1
+        # counted, not left to reference counts, so that all ranks agree on when to gather
+        self.cached = whole if self.redeemed < self.handed_out else None
+        return whole
+
+
+class _Token:
+    """Stands for a saved tensor that is (a view of) a freed parameter."""
+
+    def __init__(self, parameter: FreedParameter, t: Tensor):
+        self.parameter = parameter
+        self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
+        parameter.handed_out += 1
+
+    def tensor(self) -> Tensor:
+        return self.parameter.redeem().as_strided(self.size, self.stride, self.offset)
+
+
+class freeing:
+    """Context manager for a forward pass: `free` conversions inside of it do not keep what they gathered. Outside of it they do."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, FreedParameter] = {}
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._before: freeing | None = None
+
+    def __enter__(self) -> freeing:
+        self._before = getattr(_ACTIVE, "registry", None)
+        _ACTIVE.registry = self
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        _ACTIVE.registry = self._before
+        self._parameters.clear()
+
+    def register(self, gathered: Tensor, regather: Callable[[Tensor], Tensor], source: Tensor) -> None:
+        """From now on, saved tensors that share memory with `gathered` become tokens; `regather(source)` makes it again. A source
+        that is itself a freed parameter is not kept either."""
+        kept, version = self._pack(source.detach()), source._version
+
+        def again() -> Tensor:
+            whole = self._unpack(kept)
+            if isinstance(kept, Tensor) and whole._version != version:
+                raise RuntimeError("a sharded parameter was changed between forward and backward; it is gathered again in backward")
+            return regather(whole)
+
+        storage = gathered.untyped_storage()
+        if storage.nbytes():
+            self._parameters[storage.data_ptr()] = FreedParameter(gathered, again)
+
+    def _pack(self, t: Tensor) -> Any:
+        storage = t.untyped_storage()
+        parameter = self._parameters.get(storage.data_ptr())
+        # the address may have been reused since: only the very same storage counts
+        if parameter is None or parameter.storage() is not storage or parameter.dtype != t.dtype:
+            return t
+        return _Token(parameter, t)
+
+    @staticmethod
+    def _unpack(kept: Any) -> Tensor:
+        return kept.tensor() if isinstance(kept, _Token) else kept
+
+
+def free_after_forward(gathered: Tensor, regather: Callable[[Tensor], Tensor], source: Tensor) -> None:
+    """Registers `gathered` = regather(source) with the `freeing()` under way in this thread, if any."""
+    registry: freeing | None = getattr(_ACTIVE, "registry", None)
+    if registry is not None:
+        registry.register(gathered, regather, source)

@@ -1,0 +1,178 @@
+"""FLOPs and bytes of operator calls on the single-device graph. No placements here: `hapx.cost.model` scales them.
+
+In: a node of a graph. Out: its floating point operations forward and backward and, per tensor, the bytes it moves. Roofline (Williams et al. 2009): a
+kernel takes max(FLOPs / speed, bytes / memory bandwidth) plus a fixed latency.
+
+Invariant: only operators that multiply matrices have FLOPs; for all others the bytes decide. Views cost nothing. Backward, a matrix product costs one
+product of the same size per operand that requires a gradient, everything else moves twice the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from hapx.ir import DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
+
+# outputs share the storage of their operand (reshape: see `is_view`)
+VIEWS = frozenset(
+    {
+        "aten.view", "aten.view_as", "aten.reshape", "aten.flatten", "aten.unflatten", "aten.unsqueeze", "aten.squeeze", "aten.expand",
+        "aten.expand_as", "aten.transpose", "aten.permute", "aten.t", "aten.mT", "aten.numpy_T", "aten.movedim", "aten.swapaxes", "aten.split",
+        "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.slice", "aten.select", "aten.narrow", "aten.diagonal", "aten.broadcast_to",
+        "aten.detach", "aten.alias",
+    }
+)  # fmt: skip
+COPIED_IF_STRIDED = frozenset({"aten.reshape", "aten.flatten", "aten.view_as"})
+STRIDING = frozenset({"aten.transpose", "aten.permute", "aten.t", "aten.expand", "aten.movedim", "aten.swapaxes"})
+CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as"})
+CONVOLUTIONS = frozenset({"aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution"})
+
+# the two factors of a product, by argument name
+FACTORS = {
+    "aten.linear": ("input", "weight"), "aten.mm": ("self", "mat2"), "aten.bmm": ("self", "mat2"), "aten.matmul": ("self", "other"),
+    "aten.addmm": ("mat1", "mat2"), "aten.baddbmm": ("batch1", "batch2"), "aten.mv": ("self", "vec"), "aten.dot": ("self", "tensor"),
+    **dict.fromkeys(CONVOLUTIONS, ("input", "weight")),
+}  # fmt: skip
+ATTENTION = "aten.scaled_dot_product_attention"
+SPARSE_TABLE = "aten.embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one call does on a single device. `forward`, `backward`: FLOPs; `of_weight`: the part of `backward` that makes the gradient of the
+    second factor. `moved`, `moved_back`: (tensor, bytes) read or written. `kernels_back`: kernels in backward (0: none)."""
+
+    forward: float
+    backward: float
+    of_weight: float
+    moved: tuple[tuple[str, float], ...]
+    moved_back: tuple[tuple[str, float], ...]
+    kernels_back: int
+
+
+NOTHING = Work(0.0, 0.0, 0.0, (), (), 0)
+
+
+def tensor(graph: Graph, call: OpCall, argument: str) -> TensorRef | None:
+    """The tensor that an argument names, None when it is absent or a number."""
+    value = call.get(argument)
+    return graph.refs[value.name] if isinstance(value, Ref) else None
+
+
+def differentiable(graph: Graph, node: Node) -> bool:
+    """Whether a gradient flows through the node."""
+    return any(o.requires_grad for o in node.outputs) and any(graph.refs[n].requires_grad for n in node.call.refs())
+
+
+def is_view(graph: Graph, node: Node) -> bool:
+    """Whether the outputs share the storage of the first operand: no time, no memory."""
+    call = node.call
+    if call.op == "aten.dropout":
+        return not call["train"] or call["p"] == 0
+    refs = call.refs()
+    if call.op in CASTS:
+        return bool(refs) and graph.refs[refs[0]].dtype == node.outputs[0].dtype
+    if call.op in COPIED_IF_STRIDED:
+        producer = graph.producer.get(refs[0])
+        return producer is None or graph.nodes[producer].call.op not in STRIDING
+    return call.op in VIEWS
+
+
+def work(graph: Graph, node: Node) -> Work:
+    """FLOPs and bytes of a node. Constants are made once, not in every iteration: they cost nothing."""
+    if is_view(graph, node) or all(o.kind is Kind.CONSTANT for o in node.outputs):
+        return NOTHING
+    operands = [graph.refs[name] for name in node.call.refs()]
+    gradient = differentiable(graph, node)
+    if node.call.op == SPARSE_TABLE:
+        return _embedding(graph, node, gradient)
+    moved = [(t.name, float(t.bytes)) for t in (*operands, *node.outputs)]
+    moved += [(name, size) for name, size in hidden(graph, node)]
+    back = tuple((name, 2 * size) for name, size in moved) if gradient else ()
+    forward, backward, of_weight, kernels = _flops(graph, node)
+    if not gradient:
+        return Work(forward, 0.0, 0.0, tuple(moved), (), 0)
+    return Work(forward, backward, of_weight, tuple(moved), back, kernels)
+
+
+def _embedding(graph: Graph, node: Node, gradient: bool) -> Work:
+    """Only the rows that are looked up are read; the gradient of the table is dense."""
+    table, indices, out = tensor(graph, node.call, "weight"), tensor(graph, node.call, "indices"), node.outputs[0]
+    assert table is not None and indices is not None
+    moved = ((indices.name, float(indices.bytes)), (out.name, 2.0 * out.bytes))
+    back = (*moved, (table.name, float(table.bytes))) if gradient else ()
+    return Work(0.0, 0.0, 0.0, moved, back, 2 if gradient else 0)
+
+
+def _flops(graph: Graph, node: Node) -> tuple[float, float, float, int]:
+    """(forward, backward, part of backward for the second factor, kernels backward)."""
+    call, out = node.call, node.outputs[0]
+    if call.op == ATTENTION:
+        return _attention(graph, node)
+    if call.op == "aten.einsum":
+        return _einsum(graph, node)
+    if call.op not in FACTORS:
+        return 0.0, 0.0, 0.0, 1
+    left, right = (tensor(graph, call, name) for name in FACTORS[call.op])
+    assert left is not None and right is not None
+    if call.op in CONVOLUTIONS:
+        # every output element sums over one filter; a transposed one spreads every input element over one
+        outer = left if call.get("transposed") else out
+        flops = 2.0 * outer.size * right.size / right.shape[0]
+    else:
+        flops = 2.0 * out.size * left.shape[-1]
+    others = sum(graph.refs[n].requires_grad for n in call.refs() if n not in (left.name, right.name))
+    of_weight = flops * right.requires_grad
+    return flops, flops * left.requires_grad + of_weight, of_weight, left.requires_grad + right.requires_grad + others
+
+
+def _attention(graph: Graph, node: Node) -> tuple[float, float, float, int]:
+    """Two products forward, of queries with keys and of scores with values; backward both again per gradient, and the scores are recomputed."""
+    query, key, value = (tensor(graph, node.call, name) for name in ("query", "key", "value"))
+    assert query is not None and key is not None and value is not None
+    half = 0.5 if node.call.get("is_causal") else 1.0
+    scores, result = (half * 2.0 * t.size * key.shape[-2] for t in (query, node.outputs[0]))
+    inner = query.requires_grad or key.requires_grad
+    backward = scores * (1 + query.requires_grad + key.requires_grad) + result * (value.requires_grad + inner)
+    return scores + result, backward, 0.0, 1
+
+
+def _einsum(graph: Graph, node: Node) -> tuple[float, float, float, int]:
+    """Product of all index sizes, two operations per pair of operands; an ellipsis counts with its operand's leading dims."""
+    operands = [graph.refs[name] for name in node.call.refs()]
+    sizes: dict[str, int] = {}
+    for term, ref in zip(str(node.call["equation"]).replace(" ", "").partition("->")[0].split(","), operands, strict=True):
+        head, dots, tail = term.partition("...")
+        front = ref.shape[: len(head)]
+        back = ref.shape[len(ref.shape) - len(tail) :] if tail else ()
+        middle = ref.shape[len(head) : len(ref.shape) - len(tail)] if dots else ()
+        for index, size in [*zip(head, front, strict=True), *zip(tail, back, strict=True), ("...", prod(middle))]:
+            sizes[index] = max(sizes.get(index, 1), size)
+    flops = 2.0 * prod(sizes.values()) * max(len(operands) - 1, 0)
+    wanted = sum(r.requires_grad for r in operands)
+    return flops, flops * wanted, 0.0, max(wanted, 1)
+
+
+def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
+    """Bytes that an operator keeps for backward beside tensors of the graph: (tensor whose placement they have, bytes)."""
+    call, out = node.call, node.outputs[0]
+    if not differentiable(graph, node) or is_view(graph, node):
+        return ()
+    if call.op == "aten.dropout":
+        return ((out.name, float(out.size)),)  # the mask
+    if call.op == "aten.cross_entropy_loss":
+        logits = tensor(graph, call, "self")
+        assert logits is not None
+        return ((logits.name, float(logits.bytes)),)  # log-softmax
+    if call.op in ("aten.layer_norm", "aten.rms_norm"):
+        return ((out.name, 8.0 * out.size / prod(call["normalized_shape"])),)  # mean and 1 / deviation of every row
+    if call.op == ATTENTION:
+        key = tensor(graph, call, "key")
+        assert key is not None
+        scores = out.size / out.shape[-1] * key.shape[-2]
+        # the fused kernel keeps the log-sum-exp of every row; with dropout scores, probabilities and mask are kept
+        return ((out.name, scores * (2 * DTYPE_BYTES[out.dtype] + 1) if call.get("dropout_p") else 4.0 * out.size / out.shape[-1]),)
+    if call.op.startswith("aten.max_pool"):
+        return ((out.name, 8.0 * out.size),)  # indices
+    return ()

@@ -1,0 +1,113 @@
+"""Memory: what stays allocated between steps, and what forward keeps for backward.
+
+In: tensors, nodes and an optimizer's name. Out: bytes of the single-device tensors, and the names of those that backward needs;
+`hapx.cost.model` scales them by placement. Per device:
+
+    parameters + gradients + optimizer state + buffers  (storage)  +  saved activations + gathered parameters that are kept
+
+Invariant: memory is that of storages. A view keeps its base alive, so a saved view counts as its base, once, however many views are saved.
+Not counted, because they are transient: cotangents, buckets, workspaces; `RESERVE` of a device's memory is left for them and for the runtime.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from hapx.cost.compute import ATTENTION, FACTORS, differentiable, is_view, tensor
+from hapx.errors import HapError
+from hapx.ir import FLOATING, Graph, Kind, Node, TensorRef
+
+# part of a device's memory that is not planned with
+RESERVE = 0.1
+
+# fp32 numbers of state per parameter element, by optimizer (the defaults of torch.optim, or of the paper that names it)
+STATES = MappingProxyType(
+    {
+        "sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2, "adamw-amsgrad": 3, "adamax": 2, "nadam": 2, "radam": 2, "adagrad": 1, "adadelta": 2,
+        "rmsprop": 1, "lion": 1, "lamb": 2, "lars": 1,
+    }
+)  # fmt: skip
+
+# how often an update reads or writes each byte of parameter, gradient and state (multi-tensor kernels, one per arithmetic operation)
+UPDATE_PASSES = 4.0
+
+# what an operator needs in backward: operands by argument name, or "out"; for products see `saved`. Everything else: all floating operands.
+NOTHING_SAVED: tuple[str, ...] = ()
+SAVES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("aten.relu", "aten.sigmoid", "aten.tanh", "aten.exp", "aten.sqrt", "aten.rsqrt", "aten.softmax", "aten.log_softmax",
+                         "aten._softmax", "aten._log_softmax", "aten.reciprocal", "aten.hardtanh", "aten.threshold", "aten.elu"), ("out",)),
+        **dict.fromkeys(("aten.layer_norm", "aten.rms_norm", "aten.batch_norm", "aten.group_norm"), ("input",)),
+        **dict.fromkeys(("aten.gelu", "aten.silu", "aten.mish", "aten.leaky_relu", "aten.abs", "aten.log"), ("self",)),
+        **dict.fromkeys(("aten.add", "aten.sub", "aten.neg", "aten.rsub", "aten.sum", "aten.mean", "aten.clone", "aten.contiguous", "aten.cat",
+                         "aten.stack", "aten.to", "aten._to_copy", "aten.type_as", "aten.dropout", "aten.constant_pad_nd", "aten.pad", "aten.roll",
+                         "aten.flip", "aten.adaptive_avg_pool2d", "aten.positive", "aten.cumsum", "aten.repeat"), NOTHING_SAVED),
+        **dict.fromkeys(("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d", "aten.avg_pool2d"), ("self",)),
+        "aten.embedding": ("indices",), "aten.index_select": ("index",), "aten.gather": ("index",), "aten.masked_fill": ("mask",),
+        "aten.where": ("condition",), "aten.cross_entropy_loss": ("target",), ATTENTION: ("query", "key", "value", "attn_mask", "out"),
+    }
+)  # fmt: skip
+
+
+def states_of(optimizer: str) -> int:
+    """fp32 numbers that an optimizer keeps per element of a parameter. Raises HapError for an unknown name."""
+    name = optimizer.lower()
+    if name not in STATES:
+        hint = "take the one with as much state per parameter"
+        raise HapError(f"unknown optimizer {optimizer!r}", where="optimizer", allowed=", ".join(STATES), hint=hint)
+    return STATES[name]
+
+
+def storage_bytes(ref: TensorRef, states: int, training: bool) -> float:
+    """Bytes of a parameter (with gradient and optimizer state) or of a buffer, whole."""
+    if not (training and ref.requires_grad):
+        return float(ref.bytes)
+    return 2.0 * ref.bytes + 4.0 * states * ref.size
+
+
+def saved(node: Node, graph: Graph) -> tuple[str, ...]:
+    """Names of the operands and outputs that the node keeps for its backward."""
+    call = node.call
+    if not differentiable(graph, node) or is_view(graph, node):
+        return ()
+    refs = [graph.refs[name] for name in call.refs()]
+    if call.op in FACTORS:
+        left, right = (tensor(graph, call, name) for name in FACTORS[call.op])
+        assert left is not None and right is not None
+        return tuple(a.name for a, b in ((left, right), (right, left)) if b.requires_grad)
+    if call.op == "aten.mul":
+        return tuple(r.name for i, r in enumerate(refs) if any(o.requires_grad for j, o in enumerate(refs) if j != i))
+    if call.op == "aten.div":
+        divisor = tensor(graph, call, "other")
+        if divisor is None:
+            return ()
+        return (refs[0].name, divisor.name) if divisor.requires_grad else (divisor.name,)
+    if call.op in SAVES:
+        tensors = [node.outputs[0] if name == "out" else tensor(graph, call, name) for name in SAVES[call.op]]
+        return tuple(t.name for t in tensors if t is not None)
+    return tuple(r.name for r in refs if r.dtype in FLOATING)
+
+
+def base_of(graph: Graph, name: str) -> str | None:
+    """The tensor of which `name` is a view, None when it has a storage of its own."""
+    producer = graph.producer.get(name)
+    if producer is None or not is_view(graph, graph.nodes[producer]):
+        return None
+    return graph.nodes[producer].call.refs()[0]
+
+
+def kept(graph: Graph) -> frozenset[str]:
+    """Names of all tensors whose storage somebody keeps for backward: the saved ones and everything they are views of."""
+    names: set[str] = set()
+    for node in graph.nodes:
+        for first in saved(node, graph):
+            name: str | None = first
+            while name is not None and name not in names:
+                names.add(name)
+                name = base_of(graph, name)
+    return frozenset(names)
+
+
+def allocates(graph: Graph, name: str, kept_names: frozenset[str]) -> bool:
+    """Whether making `name` allocates a storage that is kept until backward (and is not a parameter, buffer, input or constant)."""
+    return graph.refs[name].kind is Kind.VALUE and base_of(graph, name) is None and name in kept_names

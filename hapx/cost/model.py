@@ -1,0 +1,316 @@
+"""The cost model of a theory on a cluster: what each step of a program adds, as terms (HAP section 5.1, generalised; DESIGN section 4).
+
+In: a theory (its graph and mesh), a cluster, precision, optimizer and mode. Out: per triple and per conversion a `StepCost`, per stored
+parameter its bytes and the time of its update. For a program Q at shares B, with phases i that begin at a collective which cuts, and kinds k,
+
+    t(Q, B) = sum_i comm_i(B) + sum_i max_k comp_ik(B)      forward and backward each, + synchronisation and update once per iteration.
+
+Invariants: a conversion without communication costs nothing, neither time nor memory (the search's dominance rests on it); nodes that are alike share
+their terms; in eval mode there is no backward, no kept activation and no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any, Literal
+
+import numpy as np
+
+from hapx.cluster.spec import ClusterSpec
+from hapx.cost import memory
+from hapx.cost.compute import Work, hidden, is_view, work
+from hapx.cost.memory import UPDATE_PASSES
+from hapx.cost.network import AxisLinks, Network
+from hapx.cost.terms import Piece, Term, Vector, maximum
+from hapx.cost.view import View
+from hapx.ir import Graph, Kind, Node, OpCall, Ref, TensorRef
+from hapx.layout import Lengths
+from hapx.plan import Axes, Communication, Form, Triple
+from hapx.states import REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded
+from hapx.theory.triple import Theory
+from hapx.transposes import backward_collective, forward_collective
+
+# gradients are synchronised in buckets of this size: a parameter pays its part of a bucket's latency
+BUCKET_BYTES = 25 * 2**20
+
+MEAN = 1
+# dtypes that have a speed of their own whatever precision float32 products run at
+OWN_SPEED = frozenset({"float16", "bfloat16", "float64"})
+
+Direction = Literal["forward", "backward", "synchronise"]
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationCost:
+    """Seconds of one collective. cuts: it ends the running phase and takes the maximum over kinds; otherwise (inner axis of two levels) it is added
+    to the pending compute of each kind. "synchronise": once per iteration, the maximum over kinds, whatever `cuts` says."""
+
+    direction: Direction
+    term: Term
+    cuts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What one step of a program adds. forward, backward: compute seconds per kind; memory: bytes kept until backward.
+    Communications come before the compute, in the order of the forward pass."""
+
+    forward: Term | None
+    backward: Term | None
+    communication: tuple[CommunicationCost, ...]
+    memory: Term | None
+
+
+FREE = StepCost(None, None, (), None)
+
+
+class CostModel:
+    """Costs of the triples and conversions of `theory` on `cluster`.
+
+    precision: the one that float32 products run at ("fp32", "tf32", "bf16", ...; other dtypes have their own). optimizer: a name of
+    `hapx.cost.memory.STATES`. `kinds`: coordinates along the uneven axis of each kind; `sizes`: how many; `speeds`: relative speed of a coordinate of
+    each kind (speeds x sizes sum to 1); `capacity`: bytes that may be used on a device of each kind. With `lengths`, every term is a constant per
+    coordinate at these lengths, exact where even axes cut uneven pieces. Raises HapError for an unknown optimizer."""
+
+    def __init__(
+        self, theory: Theory, cluster: ClusterSpec, precision: str, optimizer: str, mode: Literal["train", "eval"], *, lengths: Lengths | None = None
+    ):
+        self.theory, self.cluster, self.precision, self.optimizer, self.mode = theory, cluster, precision, optimizer, mode
+        self.graph: Graph = theory.graph
+        self.view = View(theory.mesh, cluster, lengths)
+        self.links: tuple[AxisLinks, ...] = Network(self.view).axes
+        self.kinds: tuple[tuple[int, ...], ...] = self.view.kinds
+        self.sizes: tuple[int, ...] = tuple(map(len, self.kinds))
+        speed = np.array(self.view.worst(lambda d: cluster.type_of(d).speed(precision), min))
+        self.speeds: Vector = speed / (speed * self.sizes).sum()
+        self.capacity: Vector = np.array(self.view.worst(lambda d: cluster.type_of(d).memory, min)) * (1.0 - memory.RESERVE)
+        self._latency = Piece(self.view.worst(lambda d: cluster.type_of(d).kernel_latency))
+        self._per_byte = self.view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
+        self._per_flop: dict[str, tuple[float, ...]] = {}
+        self._states = memory.states_of(optimizer)
+        self._kept = memory.kept(self.graph) if mode == "train" else frozenset()
+        self._signatures: dict[int, int] = {}
+        self._numbers: dict[Any, int] = {}
+        self._by_triple: dict[int, tuple[Triple, StepCost]] = {}
+        self._by_form: dict[Any, StepCost] = {}
+        self._conversions: dict[Any, StepCost] = {}
+
+    def at_lengths(self, lengths: Lengths) -> CostModel:
+        """The same model with every coordinate of the uneven axis its own kind, at concrete lengths."""
+        return CostModel(self.theory, self.cluster, self.precision, self.optimizer, self.mode, lengths=lengths)
+
+    def lengths_to_shares(self, lengths: Mapping[Cut, tuple[int, ...]]) -> dict[Cut, Vector]:
+        """Per kind, the largest share (length / units) of each cut of the uneven axis."""
+        return {cut: np.array(own) for cut, own in self.view.shares(lengths).items()}
+
+    # --- storage ------------------------------------------------------------------------------------------------------------------------
+
+    def storage(self, ref: TensorRef, placement: Placement) -> Term:
+        """Bytes of a parameter (with gradient and optimizer state) or buffer as it is kept between steps."""
+        return self._stored(ref, placement, memory.storage_bytes(ref, self._states, self.mode == "train"), bound=True)
+
+    def update(self, ref: TensorRef, placement: Placement) -> Term:
+        """Seconds that the optimizer takes per iteration to update what a device keeps of a parameter."""
+        training = self.mode == "train" and ref.requires_grad
+        moved = UPDATE_PASSES * memory.storage_bytes(ref, self._states, True) if training else 0.0
+        term = self._stored(ref, placement, moved, bound=False)
+        return Term(tuple(p.scaled(self._per_byte) for p in term.pieces))
+
+    def _stored(self, ref: TensorRef, placement: Placement, size: float, bound: bool) -> Term:
+        return Term((self._part(placement, size, bound),))
+
+    def _part(self, placement: Placement, size: float, bound: bool = False) -> Piece:
+        """`size` times the part of a tensor in `placement` that a device holds."""
+        return self.view.fraction(placement, bound).scaled((size,) * len(self.kinds))
+
+    # --- instructions -------------------------------------------------------------------------------------------------------------------
+
+    def instruction(self, triple: Triple) -> StepCost:
+        """Cost of a node's triple, composites with their communication included."""
+        known = self._by_triple.get(id(triple))
+        if known is not None and known[0] is triple:
+            return known[1]
+        assert triple.node is not None and isinstance(triple.body, OpCall), f"not an instruction: {triple}"
+        number = self._signatures.get(triple.node)
+        if number is None:
+            number = self._signatures[triple.node] = self._numbers.setdefault(self._signature(self.graph.nodes[triple.node]), len(self._numbers))
+        local = tuple(v for _, v in triple.body.args if isinstance(v, Axes)) if triple.body.target.startswith("hapx.") else ()
+        key = (number, tuple(p.placement for p in triple.pre), tuple(p.placement for p in triple.post), triple.work, local)
+        if key not in self._by_form:
+            self._by_form[key] = self._instruction(triple, self.graph.nodes[triple.node], triple.body)
+        self._by_triple[id(triple)] = (triple, self._by_form[key])
+        return self._by_form[key]
+
+    def _signature(self, node: Node) -> Any:
+        """Equal for nodes whose costs are equal in equal placements."""
+        names = (*node.call.refs(), *(o.name for o in node.outputs))
+        refs = [self.graph.refs[n] for n in names]
+        tensors = tuple((r.shape, r.dtype, r.kind, r.requires_grad, r.name in self._kept, names.index(r.name)) for r in refs)
+        values = tuple((k, _without_names(v)) for k, v in node.call.args)
+        return node.call.target, values, tensors, is_view(self.graph, node)
+
+    def _instruction(self, triple: Triple, node: Node, body: OpCall) -> StepCost:
+        placements = {p.tensor: p.placement for p in (*triple.pre, *triple.post)}
+        does = work(self.graph, node)
+        cuts = triple.work or (None,) * len(self.theory.mesh.axes)
+        everywhere = list(placements.values())
+        done = self.view.work(cuts, everywhere)
+        forward = self._roofline(node, done.scaled((does.forward,) * len(self.kinds)), does.moved, placements, 1) if does.moved else None
+        backward = self._backward(node, body, does, cuts, placements) if self.mode == "train" and does.kernels_back else None
+        communication = tuple(c for c in self._composite(node, body, placements) if self.mode == "train" or c.direction == "forward")
+        return StepCost(forward, backward, communication, self._activations(node, placements))
+
+    def _roofline(
+        self, node: Node, flops: Piece, moved: tuple[tuple[str, float], ...], placements: Mapping[str, Placement], kernels: int
+    ) -> Term | None:
+        dtype = node.outputs[0].dtype
+        precision = dtype if dtype in OWN_SPEED else self.precision
+        if precision not in self._per_flop:
+            self._per_flop[precision] = self.view.worst(lambda d: 1.0 / self.cluster.type_of(d).speed(precision))
+        launch = self._latency.scaled((float(kernels),) * len(self.kinds))
+        carried = reduce(add, (self._part(placements[name], size) for name, size in moved), self.view.constant(0.0))
+        pieces = [carried.scaled(self._per_byte) + launch]
+        return maximum(pieces if flops.zero else [flops.scaled(self._per_flop[precision]) + launch, *pieces])
+
+    def _backward(self, node: Node, body: OpCall, does: Work, cuts: tuple[Cut | None, ...], placements: Mapping[str, Placement]) -> Term | None:
+        """With sufficient factors, the weight's gradient is made whole on every device of the axes that gather them."""
+        everywhere = list(placements.values())
+        gathered = _axes(body, "gather")
+        mostly = self.view.work(cuts, everywhere)
+        of_weight = self.view.work(tuple(None if a in gathered else c for a, c in enumerate(cuts)), everywhere) if gathered else mostly
+        k = len(self.kinds)
+        flops = mostly.scaled((does.backward - does.of_weight,) * k) + of_weight.scaled((does.of_weight,) * k)
+        seen = {name: _whole_on(p, gathered) for name, p in placements.items()}
+        return self._roofline(node, flops, does.moved_back, seen, does.kernels_back)
+
+    def _composite(self, node: Node, body: OpCall, placements: Mapping[str, Placement]) -> list[CommunicationCost]:
+        """Communication inside the local bodies of composites (see `hapx.theory.ops`)."""
+        found: list[CommunicationCost] = []
+        if body.target == "hapx.linear_sfb":
+            for ref in (self.graph.refs[node.call["input"].name], node.outputs[0]):
+                for axis in _axes(body, "gather"):
+                    shard, whole = placements[ref.name], _whole_on(placements[ref.name], (axis,))
+                    form = Form(body.get("form", Form.PADDED))
+                    self._add(found, "backward", axis, self.links[axis].all_gather(form, self._part(shard, ref.bytes), self._part(whole, ref.bytes)))
+        elif body.target == "hapx.cross_entropy":
+            target = self.graph.refs[node.call["target"].name]
+            rows = 4.0 * target.size
+            for axis in _axes(body, "classes"):  # the maximum, then exponentials and the target's logit together
+                for vectors in (1, 2):
+                    self._add(found, "forward", axis, self.links[axis].all_reduce(self._part(placements[target.name], rows * vectors)))
+            if node.call["reduction"] == MEAN:
+                self._all_reduce(found, "forward", _axes(body, "batch"), 8.0)
+        elif body.target == "hapx.batch_norm":
+            channels = 8.0 * self.graph.refs[node.call["input"].name].shape[1]
+            self._all_reduce(found, "forward", _axes(body, "batch"), channels)
+            self._all_reduce(found, "forward", _axes(body, "batch"), channels)
+            if node.outputs[0].requires_grad:
+                self._all_reduce(found, "backward", _axes(body, "batch"), 2 * channels)
+        return found
+
+    def _all_reduce(self, found: list[CommunicationCost], direction: Direction, axes: tuple[int, ...], size: float) -> None:
+        for axis in axes:
+            self._add(found, direction, axis, self.links[axis].all_reduce(self.view.constant(size)))
+
+    def _add(self, found: list[CommunicationCost], direction: Direction, axis: int, term: Term | None) -> None:
+        if term is not None:
+            found.append(CommunicationCost(direction, term, self.links[axis].cuts))
+
+    def _activations(self, node: Node, placements: Mapping[str, Placement]) -> Term | None:
+        """Outputs whose storage is kept, and what the operator keeps of its own. A Partial output is on its way to a sum: it counts with the
+        instruction that saves it as Partial, or as the result of its conversion."""
+        if self.mode != "train":
+            return None
+        made = [o for o in node.outputs if memory.allocates(self.graph, o.name, self._kept) and not _partial(placements[o.name])]
+        kept = [*((o.name, float(o.bytes)) for o in made), *hidden(self.graph, node)]
+        for name in dict.fromkeys(memory.saved(node, self.graph)):
+            ref = self.graph.refs[name]
+            if ref.kind is Kind.VALUE and _partial(placements[name]):
+                kept.append((name, float(ref.bytes)))
+        return maximum([reduce(add, (self._part(placements[name], size, bound=True) for name, size in kept))]) if kept else None
+
+    # --- conversions --------------------------------------------------------------------------------------------------------------------
+
+    def conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
+        """Cost of a path of communications that ends in `target`. Free paths cost nothing."""
+        key = (ref.bytes, ref.kind, ref.name in self._kept, path, target)
+        known = self._conversions.get(key)
+        if known is None:
+            known = self._conversions[key] = self._conversion(ref, path, target)
+        return known
+
+    def _conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
+        found: list[CommunicationCost] = []
+        after, makes = target, False
+        for step in reversed(path):  # placements on the way follow from the target backwards
+            assert after.states[step.axis] == step.target, (path, target)
+            before = after.with_state(step.axis, step.source)
+            found[:0] = self._step(ref, step, before, after)
+            makes |= forward_collective(step.source, step.target) is not None
+            after = before
+        free = any(step.free for step in path)
+        keeps = self.mode == "train" and makes and not free and ref.name in self._kept and not _partial(target)
+        held = maximum([self._part(target, float(ref.bytes), bound=True)]) if keeps else None
+        return StepCost(None, None, tuple(found), held) if found or held is not None else FREE
+
+    def _step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
+        found: list[CommunicationCost] = []
+        forward = forward_collective(step.source, step.target)
+        self._add(found, "forward", step.axis, self._collective(forward, ref, step, before, after))
+        if self.mode == "train" and step.gradient:
+            if step.free and forward == "all_gather":
+                self._add(found, "backward", step.axis, self._collective(forward, ref, step, before, after))
+            backward = backward_collective(step.source, step.target)
+            term = self._collective(backward, ref, step, before, after)
+            if term is not None and ref.kind is Kind.PARAMETER and isinstance(step.source, Invariant) and isinstance(step.target, Replicated):
+                found.append(CommunicationCost("synchronise", self._in_bucket(ref, step, after), self.links[step.axis].cuts))
+            else:
+                self._add(found, "backward", step.axis, term)
+        return found
+
+    def _collective(self, name: str | None, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> Term | None:
+        links, whole = self.links[step.axis], self._part(_whole_on(after, (step.axis,)), float(ref.bytes))
+        if name is None:
+            return None
+        if name == "all_reduce":
+            return links.all_reduce(whole)
+        if name == "all_to_all":
+            return links.all_to_all(self._part(before, float(ref.bytes)), self._part(after, float(ref.bytes)))
+        shard = before if isinstance(step.source, Sharded) else after
+        return links.all_gather(step.form, self._part(shard, float(ref.bytes)), whole)
+
+    def _in_bucket(self, ref: TensorRef, step: Communication, after: Placement) -> Term:
+        """A parameter's part of the all_reduce of a bucket of gradients: its volume, and its part of the bucket's latency."""
+        links = self.links[step.axis]
+        volume = links.all_reduce(self._part(after, float(ref.bytes)))
+        latency = links.all_reduce(self.view.constant(0.0))
+        assert volume is not None and latency is not None
+        spared = latency.pieces[0].scaled((min(1.0, ref.bytes / BUCKET_BYTES) - 1.0,) * len(self.kinds))
+        return Term(tuple(p + spared for p in volume.pieces))
+
+
+def _axes(body: OpCall, argument: str) -> tuple[int, ...]:
+    value = body.get(argument)
+    return value.axes if isinstance(value, Axes) else ()
+
+
+def _whole_on(placement: Placement, axes: tuple[int, ...]) -> Placement:
+    """The placement with the given axes whole."""
+    for axis in axes:
+        if isinstance(placement.states[axis], Sharded):
+            placement = placement.with_state(axis, REPLICATED)
+    return placement
+
+
+def _partial(placement: Placement) -> bool:
+    return any(isinstance(s, Partial) for s in placement.states)
+
+
+def _without_names(value: Any) -> Any:
+    """An argument value with its tensors left out (a signature lists them apart)."""
+    if isinstance(value, tuple):
+        return tuple(map(_without_names, value))
+    return Ref if isinstance(value, Ref) else value

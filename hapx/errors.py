@@ -1,0 +1,50 @@
+"""The errors a user can meet.
+
+Every message says what is wrong and where, what would be allowed, and what to do next. Programmer mistakes are `assert`s.
+"""
+
+from __future__ import annotations
+
+
+class HapError(Exception):
+    """Base of all hapx errors.
+
+    Args:
+        what: what is wrong, one sentence.
+        where: file, key, module path or source line.
+        allowed: what would have been accepted.
+        hint: what to do next.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, allowed: str | None = None, hint: str | None = None):
+        self.what, self.where, self.allowed, self.hint = what, where, allowed, hint
+        message = f"{where}: {what}" if where else what
+        if allowed:
+            message += f"; allowed: {allowed}"
+        if hint:
+            message += f"; {hint}"
+        super().__init__(message)
+
+
+class ClusterSpecError(HapError):
+    """A cluster file (or dict) that cannot be understood."""
+
+
+class CaptureError(HapError):
+    """A model that cannot be captured as a graph."""
+
+
+class UnsupportedOperatorError(HapError):
+    """An operator without a rule that is random, in place or data-dependent."""
+
+
+class PlanError(HapError):
+    """A plan that is not sound, damaged, or made for another model or cluster."""
+
+
+class InsufficientMemoryError(HapError):
+    """No program of the search space fits into the devices' memory."""
+
+
+class LaunchError(HapError):
+    """The processes, devices or inputs at run time contradict the plan or each other."""

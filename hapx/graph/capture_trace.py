@@ -1,0 +1,342 @@
+"""Tracing a module with torch.export, and saying in the user's words why it failed.
+
+In: a module, its inputs, perhaps a loss function. Out: `Trace`: the exported program (training IR, not decomposed, not functional),
+whose operator calls carry a `Mark`: the user's line and the contexts around it.
+
+Invariant: the module is as before: weights, buffers, gradients, training flags, plain attributes; and so is the state of the random
+generators. A forward that changes attributes is refused: a captured program would not.
+
+The contexts are read from Python's stack and from torch at the moment of each call, by a mode: the exported graph's own account of
+them is cut wrongly where checkpoints nest, and its stack traces leave out helper functions.
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import os
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.overrides import TorchFunctionMode
+
+from hapx.errors import CaptureError, HapError
+from hapx.graph.capture_inputs import Inputs
+from hapx.graph.regions import Mark
+
+MARK = "hapx"  # key of the mark among a node's annotations
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
+_FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
+
+
+@dataclass
+class Trace:
+    """`prefix`: what the names of parameters and modules begin with. `results`: where in the module's output each tensor after the loss was."""
+
+    program: ExportedProgram
+    prefix: str
+    results: tuple[str, ...]
+    device: torch.device
+
+
+class _Places:
+    """Where in the output the tensors after the loss were. (The exporter copies lists, so it is an object.)"""
+
+    names: tuple[str, ...] = ()
+
+
+class _Traced(nn.Module):
+    """Flat tensors in, (loss, *other tensors) out, around the user's module."""
+
+    def __init__(self, module: nn.Module, inputs: Inputs, loss_fn: Callable[..., Tensor] | None, device: torch.device):
+        super().__init__()
+        self.module = module
+        self._inputs = inputs
+        self._device = device
+        self._loss_fn = (loss_fn,)  # in a tuple: a loss that is a module must not become part of this one
+        self._places = _Places()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with _Recorder(_Traced._call.__code__, self._device):
+            return self._call(tensors)
+
+    def _call(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        args, kwargs = self._inputs.call(tensors)
+        (loss_fn,) = self._loss_fn
+        if loss_fn is None:
+            loss, results = split_output(self.module(*args, **kwargs))
+        else:
+            positional, keyword, targets = args
+            output = self.module(*positional, **keyword)
+            loss, results = split_output(loss_fn(output, *targets), "loss_fn")
+        self._places.names = tuple(results)
+        return (loss, *results.values())
+
+
+def split_output(output: Any, maker: str = "forward") -> tuple[Tensor, dict[str, Tensor]]:
+    """The scalar loss and the other tensors, by their place in `output`. Raises CaptureError if there is no loss."""
+    places: dict[str, Tensor] = {}
+    _collect(output, "", places)
+    named = _entries(output)
+    key = "" if isinstance(output, Tensor) else "loss" if "loss" in named else next(iter(named), "")
+    loss = places.pop(key, None)
+    if loss is None or loss.dim() != 0 or not loss.is_floating_point():
+        hint = "loss_fn must return the mean loss" if maker == "loss_fn" else "return the loss, or pass loss_fn=lambda output, targets: ..."
+        raise CaptureError(
+            f"{maker} returned {_describe(output)}, which is no scalar loss",
+            allowed="a scalar floating tensor, or a tuple, dict or dataclass that has it first or as 'loss'",
+            hint=hint,
+        )
+    return loss, places
+
+
+def _entries(output: Any) -> dict[str, Any]:
+    """The parts of a container by name; {} if it is none."""
+    if isinstance(output, Mapping):
+        return {str(k): v for k, v in output.items()}
+    if is_dataclass(output) and not isinstance(output, type):
+        return {f.name: getattr(output, f.name) for f in fields(output)}
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return dict(zip(output._fields, output, strict=True))
+    if isinstance(output, tuple | list):
+        return {str(i): v for i, v in enumerate(output)}
+    return {}
+
+
+def _collect(value: Any, path: str, places: dict[str, Tensor]) -> None:
+    if isinstance(value, Tensor):
+        places[path] = value
+    for key, item in _entries(value).items():
+        _collect(item, f"{path}.{key}" if path else key, places)
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a {str(output.dtype).removeprefix('torch.')} tensor of shape {list(output.shape)}"
+    if entries := _entries(output):
+        inside = ", ".join(f"{k}: {_describe(v)}" for k, v in list(entries.items())[:4])
+        return f"a {type(output).__name__} ({inside}{', ...' if len(entries) > 4 else ''})"
+    return f"{output!r}" if output is None or isinstance(output, int | float | str) else f"a {type(output).__name__}"
+
+
+class _Recorder(TorchFunctionMode):
+    """Gives every operator call its mark. `root`: the code where the user's frames begin."""
+
+    def __init__(self, root: CodeType, device: torch.device):
+        super().__init__()
+        self._root = root
+        self._devices = (device.type,) if device.type != "meta" else ("cuda", "cpu")
+        self._checkpoints: dict[int, tuple[int, FrameType]] = {}  # frames are kept: a freed one's id could come again
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "__get__":  # a property such as x.shape
+            return func(*args, **(kwargs or {}))
+        with annotate({MARK: self._mark(sys._getframe(1))}):
+            return func(*args, **(kwargs or {}))
+
+    def _mark(self, frame: FrameType | None) -> Mark:
+        user: FrameType | None = None
+        checkpoint: FrameType | None = None
+        function: FrameType | None = None
+        while frame is not None and frame.f_code is not self._root:
+            file, name = frame.f_code.co_filename, frame.f_code.co_name
+            if file == _CHECKPOINT and name == "checkpoint":
+                checkpoint = frame
+            elif file == _FUNCTION and name == "apply":
+                function = frame
+            elif user is None and not _internal(file):
+                user = frame
+            frame = frame.f_back
+        file, line, code = _place(user.f_code.co_filename, user.f_lineno) if user else ("", 0, "")
+        mark = Mark(file, line, code, self._number(checkpoint), torch.is_grad_enabled(), self._autocast())
+        if function is not None:
+            self._refuse(function, checkpoint, mark)
+        return mark
+
+    def _number(self, frame: FrameType | None) -> int | None:
+        return None if frame is None else self._checkpoints.setdefault(id(frame), (len(self._checkpoints), frame))[0]
+
+    def _autocast(self) -> str | None:
+        for device in self._devices:
+            if torch.is_autocast_enabled(device):
+                return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        return None
+
+    def _refuse(self, function: FrameType, checkpoint: FrameType | None, mark: Mark) -> None:
+        """Tracing goes through the forward of an autograd.Function and loses its backward, without a word."""
+        name = getattr(function.f_locals.get("cls"), "__name__", "Function")
+        if checkpoint is not None and name == "CheckpointFunction":
+            raise CaptureError(
+                "a reentrant checkpoint cannot be captured: its gradients would be lost", where=mark.where, hint="pass use_reentrant=False"
+            )
+        raise CaptureError(
+            f"the torch.autograd.Function {name} cannot be captured: its backward would be lost",
+            where=mark.where,
+            hint="write it with torch operators, or as a torch.library.custom_op with register_autograd",
+        )
+
+
+def _internal(file: str) -> bool:
+    return file.startswith((_TORCH, _HERE, "<frozen", "<string>", "<eval"))
+
+
+def _place(file: str, line: int) -> tuple[str, int, str]:
+    return file, line, linecache.getline(file, line).strip()
+
+
+def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Callable[..., Tensor] | None, training: bool) -> Trace:
+    """Export `module` for inputs like `inputs`, in the given mode, under the caller's autocast."""
+    wrapper = _Traced(module, inputs, loss_fn, device)
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(_same_generators(device))
+        changes = stack.enter_context(_same_module(module, training))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(preserve_node_meta())
+        try:
+            program = torch.export.export(wrapper, inputs.empty_twins(device), strict=False)
+        except HapError:
+            raise
+        except Exception as error:
+            raise _explain(error, type(module).__name__) from error
+    if changes.names:
+        raise CaptureError(
+            f"forward changes {', '.join(changes.names)}: a captured program would not",
+            where=type(module).__name__,
+            hint="keep such state in a registered buffer, or outside forward",
+        )
+    return Trace(program, "module.", wrapper._places.names, device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings and log lines of the exporter: what matters becomes an error."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _same_generators(device: torch.device) -> Iterator[None]:
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(state)
+
+
+@dataclass
+class _Changes:
+    names: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def _same_module(module: nn.Module, training: bool) -> Iterator[_Changes]:
+    """Set the mode, and afterwards put back every attribute of every submodule; the result lists those that forward had changed."""
+    changes = _Changes()
+    modules = dict(module.named_modules())
+    flags = {name: m.training for name, m in modules.items()}
+    if training != module.training:
+        module.train(training)
+    before = {name: {k: (v, _copy(v)) for k, v in vars(m).items()} for name, m in modules.items()}
+    try:
+        yield changes
+    finally:
+        for name, m in modules.items():
+            changes.names += [f"{name}.{k}" if name else k for k in _restore(m, before[name])]
+            m.training = flags[name]
+
+
+def _copy(value: Any) -> Any:
+    return value.copy() if type(value) in (dict, list, set) else value
+
+
+def _restore(module: nn.Module, before: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Put the attributes back as they were; the names of those that had changed."""
+    now = vars(module)
+    changed = [k for k in now if k not in before]
+    for key in changed:
+        del now[key]
+    for key, (value, copy) in before.items():
+        same = key in now and _same(now[key], value, copy)
+        if not same:
+            changed.append(key)
+        if not same or now[key] is not value:  # the exporter leaves equal copies of containers behind
+            now[key] = value
+            if type(value) in (dict, set):
+                value.clear()
+                value.update(copy)
+            elif type(value) is list:
+                value[:] = copy
+    return changed
+
+
+def _same(now: Any, value: Any, copy: Any) -> bool:
+    if isinstance(now, Tensor | nn.Module) or isinstance(value, Tensor | nn.Module):
+        return now is value
+    if type(now) is not type(value):
+        return False
+    if type(value) is dict:
+        return now.keys() == copy.keys() and all(_same(now[k], copy[k], copy[k]) for k in copy)
+    if type(value) in (list, tuple):
+        return len(now) == len(copy) and all(_same(a, b, b) for a, b in zip(now, copy, strict=True))
+    if type(value) is set:
+        return bool(now == copy)
+    return now is value or (isinstance(value, bool | int | float | str) and bool(now == value))
+
+
+def _explain(error: BaseException, model: str) -> CaptureError:
+    """A CaptureError with the user's line and what to change."""
+    where, text = _user_line(error), str(error).strip()
+    first = text.split("\n")[0]
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in text or "DynamicOutputShape" in kind or "Unbacked" in text:
+        return CaptureError(
+            "the computation depends on the values of a tensor",
+            where=where or model,
+            hint="use torch.where or a mask instead of Python's if, .item(), .tolist(), nonzero() or boolean indexing",
+        )
+    if "was assigned during export" in text or "were assigned during export" in text:
+        return CaptureError(f"forward assigns a tensor to an attribute ({first})", where=where or model, hint="use register_buffer")
+    return CaptureError(
+        f"tracing forward failed with {kind}: {first}", where=where or model, hint="does model(*example_inputs) run? If so, rewrite this line"
+    )
+
+
+def _user_line(error: BaseException) -> str:
+    """file:line: code of the innermost frame that is the user's."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        inside = False
+        found = ""
+        for frame, line in traceback.walk_tb(current.__traceback__):
+            inside = inside or frame.f_code is _Traced._call.__code__
+            if inside and not _internal(frame.f_code.co_filename):
+                file, number, code = _place(frame.f_code.co_filename, line)
+                found = f"{file}:{number}: {code}"
+        if found:
+            return found
+        current = current.__cause__ or current.__context__
+    return ""

@@ -1,0 +1,217 @@
+"""The single-device model as data: a `Graph` of operator calls. No torch here; the graph is stored inside a plan.
+
+Arguments of calls are normalised: every argument of the operator's schema is present under its schema name, tensors are `Ref`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any, Literal
+
+
+class Kind(Enum):
+    """What a tensor is. CONSTANT: does not depend on inputs; recomputed by the executor or stored as data, never trained."""
+
+    INPUT = "input"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    VALUE = "value"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor of the graph. `name` of parameters and buffers is their fully qualified name in the module. `dtype`: "float32".
+    `mutated`: a buffer that an operator of this graph writes in place (running statistics): it is only used as it is stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind
+    requires_grad: bool
+    mutated: bool = False
+
+    @property
+    def size(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+    @property
+    def bytes(self) -> int:
+        return self.size * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}{list(self.shape)}"
+
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor as an argument."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TorchConst:
+    """A torch constant as an argument: dtype, layout, memory_format by name. Devices are never stored."""
+
+    kind: Literal["dtype", "layout", "memory_format"]
+    name: str
+
+
+# Argument values: None, bool, int, float, str, Ref, TorchConst, nested tuples of these; in plans also LocalShape, LocalOffset, Axes.
+Value = Any
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """A call of `target` ("aten.linear.default", or a composite "hapx.<name>") with named arguments."""
+
+    target: str
+    args: tuple[tuple[str, Value], ...]
+
+    def __getitem__(self, name: str) -> Value:
+        for key, value in self.args:
+            if key == name:
+                return value
+        raise KeyError(f"{self.target} has no argument {name!r}")
+
+    def get(self, name: str, default: Value = None) -> Value:
+        for key, value in self.args:
+            if key == name:
+                return value
+        return default
+
+    def replace(self, **changes: Value) -> OpCall:
+        """The same call with some arguments changed (they must exist)."""
+        assert set(changes) <= {k for k, _ in self.args}, (self.target, changes)
+        return OpCall(self.target, tuple((k, changes.get(k, v)) for k, v in self.args))
+
+    @property
+    def op(self) -> str:
+        """Name without overload: "aten.linear"."""
+        return self.target.rsplit(".", 1)[0] if self.target.count(".") == 2 else self.target
+
+    def refs(self) -> tuple[str, ...]:
+        """Names of tensor arguments in order of appearance, with repetitions."""
+        return tuple(r.name for _, v in self.args for r in iter_refs(v))
+
+    def __str__(self) -> str:
+        return f"{self.target}({', '.join(f'{k}={_show(v)}' for k, v in self.args)})"
+
+
+def iter_refs(value: Value) -> Iterator[Ref]:
+    """All tensor references inside an argument value."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple):
+        for v in value:
+            yield from iter_refs(v)
+
+
+def _show(value: Value) -> str:
+    if isinstance(value, Ref):
+        return f"%{value.name}"
+    if isinstance(value, TorchConst):
+        return value.name
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_show, value))}]"
+    return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator call. `module`: path of the module that made it; `source`: "file:line: code" of the user's line;
+    `batch_dims`: per output, the dim that runs over the batch, if any.
+    `tags`: what makes the operator need a rule: "random", "in place", "data-dependent"."""
+
+    call: OpCall
+    outputs: tuple[TensorRef, ...]
+    module: str
+    source: str
+    batch_dims: tuple[int | None, ...]
+    tags: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.outputs))} = {self.call}"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A run of nodes [start, stop) under an activation checkpoint, an autocast or a no_grad context."""
+
+    kind: Literal["checkpoint", "autocast", "no_grad"]
+    start: int
+    stop: int
+    options: tuple[tuple[str, Value], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What leaves the graph. loss: the scalar; buffer: new value of buffer `target`; result: something the user asked for."""
+
+    tensor: str
+    role: Literal["loss", "buffer", "result", "boundary"]
+    target: str | None = None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured model: nodes in one fixed topological order.
+
+    `refs`: every tensor by name. `tied`: groups of module names that share one tensor (the first is the name in `refs`).
+    `segment_of`, per node. `block_of`, per node: (block kind, repetition) of repeated blocks or None.
+    `mode`: train or eval. `input_names`: the user's inputs, flattened, in order. `batch`: size of the batch.
+    `constants`: flat values of the small constant tensors that the model makes in forward.
+    `hash` identifies the computation (no devices, no weights).
+    """
+
+    refs: Mapping[str, TensorRef]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    regions: tuple[Region, ...]
+    tied: tuple[tuple[str, ...], ...]
+    segment_of: tuple[int, ...]
+    block_of: tuple[tuple[int, int] | None, ...]
+    input_names: tuple[str, ...]
+    batch: int
+    mode: Literal["train", "eval"]
+    constants: Mapping[str, tuple[float | int | bool, ...]]
+    hash: str
+
+    @cached_property
+    def producer(self) -> Mapping[str, int]:
+        """Tensor name -> index of the node that makes it."""
+        return {o.name: i for i, n in enumerate(self.nodes) for o in n.outputs}
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[int, ...]]:
+        """Tensor name -> indices of the nodes that use it, ascending, each once."""
+        uses: dict[str, list[int]] = {name: [] for name in self.refs}
+        for i, node in enumerate(self.nodes):
+            for name in dict.fromkeys(node.call.refs()):
+                uses[name].append(i)
+        return {k: tuple(v) for k, v in uses.items()}
+
+    @cached_property
+    def loss(self) -> str:
+        return next(o.tensor for o in self.outputs if o.role == "loss")
+
+    def of_kind(self, kind: Kind) -> tuple[TensorRef, ...]:
+        return tuple(r for r in self.refs.values() if r.kind is kind)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{i:4d}  {node}" for i, node in enumerate(self.nodes))

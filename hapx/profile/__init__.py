@@ -1,0 +1,1 @@
+"""Measuring devices (`calibrate`) and making them slower on purpose (`throttle`)."""

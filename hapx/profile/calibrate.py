@@ -1,0 +1,255 @@
+"""Measures what the devices and links of a cluster really do, in about two seconds.
+
+In: a cluster, and the process group if there is one (then every rank calls it, rank = number of the device). Out: the same cluster with
+measured numbers: FLOP/s of matrix products (efficiency 1.0), memory bandwidth, latency of one kernel, and the links. Every number is a
+median of repeats. Devices of one type whose speeds differ by less than `SNAP` are one type and get its median (so that the planner sees
+few kinds); others become types of their own, "my-core-1", "my-core-2". Every rank returns the same cluster.
+
+Links follow the alpha-beta model of `hapx.cost.network` (m devices, N bytes, latency a, bandwidth b):
+
+    all_reduce  t(N) = 2 ceil(log2 m) a + 2 (m-1)/m N / b,     all_gather  t(N) = ceil(log2 m) a + (m-1)/m N / b,
+
+each solved for a and b from a small and a large message; the mean of the two collectives counts.
+
+With `clock` the time of computations is read from another clock than the wall's (a `Throttle`'s, for slowed devices); communication is
+always measured on the wall.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import ceil, log2
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hapx.cluster.spec import PRECISIONS, ClusterSpec, DeviceType, Link, Machine
+from hapx.errors import LaunchError
+
+SNAP = 0.15
+MATRICES = ((512, 256, 1024), (1024, 160, 640), (2048, 512, 512))  # rows (tokens) x inner x columns: the sizes of small models
+GPU_MATRICES = ((4096, 1024, 4096), (8192, 2048, 2048), (16384, 768, 3072))
+COPY_BYTES, GPU_COPY_BYTES = 16 * 2**20, 256 * 2**20
+SMALL_MESSAGE, LARGE_MESSAGE = 4 * 2**10, 4 * 2**20
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One device: FLOP/s, B/s, s."""
+
+    flops: float
+    memory_bandwidth: float
+    kernel_latency: float
+
+
+def calibrate(
+    cluster: ClusterSpec,
+    *,
+    device: torch.device | str = "cpu",
+    precision: str = "float32",
+    seconds: float = 2.0,
+    clock: Clock | None = None,
+    pause: Callable[[], None] | None = None,
+) -> ClusterSpec:
+    """The cluster with measured numbers. A collective call if a process group is there; then its size must be that of the cluster.
+
+    Args:
+        device: the one that this process computes on.
+        precision: dtype of the products; its FLOP/s are replaced, other dtypes keep their speed.
+        seconds: about how long all of it may take.
+        clock: what computations cost, in seconds; default is the wall clock (after the device has finished).
+        pause: called between repeats (a throttle's `pay`, so that devices disturb each other as little as they will in training).
+    """
+    device, grouped = torch.device(device), dist.is_available() and dist.is_initialized()
+    if grouped and dist.get_world_size() != cluster.num_devices:
+        raise LaunchError(
+            f"{dist.get_world_size()} processes were started", where=f"cluster {cluster.name}", allowed=f"{cluster.num_devices}, one per device"
+        )
+    share = seconds / 2 if grouped else seconds
+    mine = measure_device(device, precision, share, clock=clock, pause=pause)
+    every = _gathered(asdict(mine)) if grouped else [asdict(mine)] * cluster.num_devices
+    result = with_devices(cluster, [Measured(**m) for m in every], precision)
+    return with_links(result, _measure_links(cluster, device, seconds - share)) if grouped and cluster.num_devices > 1 else result
+
+
+# ---- one device ------------------------------------------------------------------------------------------------------
+
+
+def measure_device(
+    device: torch.device, precision: str = "float32", seconds: float = 1.0, *, clock: Clock | None = None, pause: Callable[[], None] | None = None
+) -> Measured:
+    """What this device reaches: products of matrices with the sizes of models, copies of memory, and empty kernels."""
+    gpu = device.type != "cpu"
+    timer = _Timer(device, clock or time.perf_counter, pause or (lambda: None))
+    dtype = getattr(torch, precision)
+    rates = [timer.rate(2.0 * m * k * n, _product(m, k, n, dtype, device), seconds / 6) for m, k, n in (GPU_MATRICES if gpu else MATRICES)]
+    size = GPU_COPY_BYTES if gpu else COPY_BYTES
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    bandwidth = timer.rate(2.0 * size, lambda: target.copy_(source), seconds / 4)
+    tiny = torch.ones(8, device=device)
+
+    def kernels() -> None:
+        for _ in range(100):
+            tiny.add_(1.0)
+
+    return Measured(median(rates), bandwidth, 1.0 / timer.rate(100.0, kernels, seconds / 4))
+
+
+def _product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    a, b = torch.ones(m, k, dtype=dtype, device=device), torch.ones(k, n, dtype=dtype, device=device)
+    out = torch.empty(m, n, dtype=dtype, device=device)
+    return lambda: torch.mm(a, b, out=out)
+
+
+@dataclass(frozen=True)
+class _Timer:
+    device: torch.device
+    clock: Clock
+    pause: Callable[[], None]
+
+    def rate(self, amount: float, work: Callable[[], object], seconds: float) -> float:
+        """Amount of work per second: median over repeats, at least 5, for about `seconds` on the wall."""
+        work()  # first calls allocate
+        times: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(times) < 5 or (time.perf_counter() < end and len(times) < 200):
+            self._finish()
+            start = self.clock()
+            work()
+            self._finish()
+            times.append(self.clock() - start)
+            self.pause()
+        return amount / max(median(times), 1e-9)
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Measured links: per machine the one inside (None: one device), and the one between machines (None: one machine)."""
+
+    inside: tuple[Link | None, ...]
+    between: Link | None
+
+
+def _measure_links(cluster: ClusterSpec, device: torch.device, seconds: float) -> Links:
+    """Every rank calls it: groups are made by all, and machines are measured one after another's turn at the same time."""
+    members = [[d.index for d in cluster.devices if d.machine == m] for m in range(len(cluster.machines))]
+    one_machine = len(members) == 1
+    groups = [None if one_machine or len(ranks) < 2 else dist.new_group(ranks) for ranks in members]
+    mine = cluster.devices[dist.get_rank()].machine
+    own: dict[str, float] | None = None
+    if len(members[mine]) > 1:
+        own = asdict(measure_link(groups[mine], device, seconds / (1 if one_machine else 2)))
+    every = _gathered(own)
+    inside = tuple(None if every[ranks[0]] is None else Link(**every[ranks[0]]) for ranks in members)
+    if one_machine:
+        return Links(inside, None)
+    across = _gathered(asdict(measure_link(None, device, seconds / 2)))
+    for group in groups:
+        if group is not None and dist.get_rank(group) >= 0:
+            dist.destroy_process_group(group)
+    return Links(inside, Link(**across[0]))
+
+
+def measure_link(group: dist.ProcessGroup | None, device: torch.device, seconds: float = 1.0) -> Link:
+    """Latency and bandwidth between the processes of `group` (None: all), from all_reduce and all_gather."""
+    m = dist.get_world_size(group)
+    rounds, volume = ceil(log2(m)), (m - 1) / m
+    reduce = [_collective_time(size, m, group, device, seconds / 4, gather=False) for size in (SMALL_MESSAGE, LARGE_MESSAGE)]
+    gather = [_collective_time(size, m, group, device, seconds / 4, gather=True) for size in (SMALL_MESSAGE, LARGE_MESSAGE)]
+    fits = [solve_link(*reduce, 2 * rounds, 2 * volume), solve_link(*gather, rounds, volume)]
+    return Link(mean(f.bandwidth for f in fits), mean(f.latency for f in fits))
+
+
+def solve_link(small: float, large: float, rounds: float, volume: float) -> Link:
+    """a and b of  t(N) = rounds * a + volume * N / b  through the times of the small and the large message.
+
+    Noise can make the small one look slower than its latency allows; the link then has the bandwidth of the large one alone."""
+    slope = max(large - small, 0.1 * large) / (LARGE_MESSAGE - SMALL_MESSAGE)
+    return Link(volume / slope, max(small - slope * SMALL_MESSAGE, 1e-7) / rounds)
+
+
+def _collective_time(size: int, m: int, group: dist.ProcessGroup | None, device: torch.device, seconds: float, *, gather: bool) -> float:
+    """Median seconds of one collective whose whole tensor has `size` bytes. All ranks repeat equally often: rank 0 counts."""
+    whole = torch.zeros(size // 4 // m * m, device=device)
+    pieces = list(torch.empty_like(whole).chunk(m))
+
+    def once() -> float:
+        dist.barrier(group)
+        start = time.perf_counter()
+        if gather:
+            dist.all_gather(pieces, whole[: whole.numel() // m], group=group)
+        else:
+            dist.all_reduce(whole, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    first = max(once(), once())
+    count = torch.tensor([min(max(int(seconds / max(first, 1e-6)), 3), 40)], device=device)
+    dist.broadcast(count, group_src=0, group=group)
+    return median(once() for _ in range(int(count)))
+
+
+# ---- the cluster with measured numbers ---------------------------------------------------------------------------------
+
+
+def _gathered(value: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
+def with_devices(cluster: ClusterSpec, measured: Sequence[Measured], precision: str = "float32") -> ClusterSpec:
+    """The cluster with these numbers, one per device; similar devices of one type stay one type."""
+    assert len(measured) == cluster.num_devices
+    names: dict[int, str] = {}
+    types: dict[str, DeviceType] = {}
+    for name, old in cluster.device_types.items():
+        groups = snap({d.index: measured[d.index].flops for d in cluster.devices if d.type == name})
+        for i, members in enumerate(groups):
+            new = name if len(groups) == 1 else f"{name}-{i + 1}"
+            types[new] = _measured_type(replace(old, name=new), [measured[d] for d in members], precision)
+            names |= dict.fromkeys(members, new)
+    place = iter(range(cluster.num_devices))
+    machines = tuple(Machine(m.name, tuple(names[next(place)] for _ in m.devices), m.intra) for m in cluster.machines)
+    return replace(cluster, machines=machines, device_types=types, profile=None)
+
+
+def snap(speeds: Mapping[int, float]) -> list[list[int]]:
+    """Devices by speed, fastest first, in groups whose members differ by less than `SNAP`."""
+    groups: list[list[int]] = []
+    for device in sorted(speeds, key=lambda d: (-speeds[d], d)):
+        if not groups or speeds[device] < (1 - SNAP) * speeds[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(device)
+    return groups
+
+
+def _measured_type(old: DeviceType, every: Sequence[Measured], precision: str) -> DeviceType:
+    flops = median(m.flops for m in every)
+    return old.measured(
+        {PRECISIONS.get(precision, precision): flops},
+        memory_bandwidth=median(m.memory_bandwidth for m in every),
+        kernel_latency=median(m.kernel_latency for m in every),
+        source="measured",
+    )
+
+
+def with_links(cluster: ClusterSpec, links: Links) -> ClusterSpec:
+    """The cluster with measured links where there are any."""
+    machines = tuple(replace(m, intra=link or m.intra) for m, link in zip(cluster.machines, links.inside, strict=True))
+    return replace(cluster, machines=machines, inter=links.between or (machines[0].intra if len(machines) == 1 else cluster.inter))

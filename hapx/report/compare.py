@@ -1,0 +1,39 @@
+"""Several plans side by side.
+
+In: plans by name, usually of one model on one cluster. Out: a table of predicted times, the speedup over the slowest, memory and shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hapx.plan import Plan
+from hapx.report.split import time_split
+from hapx.report.table import new_table, render
+from hapx.report.words import share_text, size_text, time_text
+
+
+def compare_table(plans: Mapping[str, Plan]) -> str:
+    """One row per plan. `plans`: by the name that the table shows."""
+    slowest = max(p.iteration_time for p in plans.values())
+    table = new_table(
+        "plan", "strategy", "mesh", "iteration", "compute", "communication", "sync", "speedup", "memory", "shares",
+        right=("iteration", "compute", "communication", "sync", "speedup", "memory"),
+    )  # fmt: skip
+    for name, plan in plans.items():
+        split = time_split(plan)
+        speedup = f"{slowest / plan.iteration_time:.2f}x" if plan.iteration_time else "-"
+        table.add_row(
+            name, plan.restriction.name, plan.stages[0].mesh.name, time_text(plan.iteration_time), time_text(split.compute),
+            time_text(split.communication), time_text(split.synchronisation), speedup, size_text(max(plan.memory)), _shares(plan),
+        )  # fmt: skip
+    lines = [render(table)]
+    clusters = dict.fromkeys(p.cluster.name for p in plans.values())
+    if len(clusters) > 1 or len({p.graphs[p.first].hash for p in plans.values()}) > 1:
+        lines.append(f"note: these plans are not of one model on one cluster ({', '.join(clusters)})")
+    return "\n\n".join(lines)
+
+
+def _shares(plan: Plan) -> str:
+    low, high = min(plan.shares), max(plan.shares)
+    return f"{share_text(low)} each" if high - low < 5e-4 else f"{share_text(low)} to {share_text(high)}"

@@ -1,0 +1,144 @@
+"""What `print(plan)` shows: devices, layers, predicted time.
+
+In: a plan, and perhaps the plan of an even split to compare with. Out: text, plain ASCII, at most 120 columns wide. Every number comes from
+the plan, the cost model or the simulator; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.box import Box
+from rich.console import Console
+from rich.table import Table
+
+from hapx.cluster.spec import ClusterSpec
+from hapx.layout import local_shape
+from hapx.plan import Plan, Stage
+from hapx.report.layers import layers
+from hapx.report.split import time_split
+from hapx.report.words import Vocabulary, ranges_text, share_text, size_text, time_text
+from hapx.states import Property, Sharded
+
+WIDTH = 120
+RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+def plan_table(plan: Plan, against: Plan | None = None) -> str:
+    """The plan as text. `against`: a plan of the same model on the same cluster (an even split, say) whose time is shown for comparison."""
+    if len(plan.stages) != 1:
+        return _stages(plan)
+    sections = [_title(plan), _devices(plan), _layers(plan), "\n".join(_times(plan, against))]
+    return "\n\n".join(sections)
+
+
+def render(table: Table) -> str:
+    """A rich table as plain text without trailing blanks."""
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, color_system=None, legacy_windows=False, _environ={}).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
+
+
+def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=RULED, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="none")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _title(plan: Plan) -> str:
+    cluster, mesh = plan.cluster, plan.stages[0].mesh
+    axes = " x ".join(f"{a.size} {a.name}" for a in mesh.axes)
+    return f"plan for {cluster.name}: {cluster.num_devices} devices as {axes}, strategy {plan.restriction.name}, {plan.precision}, {plan.optimizer}"
+
+
+# ---- devices -----------------------------------------------------------------------------------------------------------
+
+
+def _devices(plan: Plan) -> str:
+    stage, cluster = plan.stages[0], plan.cluster
+    batch = batch_sizes(plan)
+    rows = []
+    for d in stage.devices:
+        machine = cluster.machine_of(d).name
+        rows.append((d, machine, cluster.devices[d].type, share_text(plan.shares[d]), batch[d] if batch else None, _memory(plan, cluster, d)))
+    table = new_table("device", "machine", "type", "share", "batch", "memory", right=("share", "batch"))
+    for _, run in groupby(rows, key=lambda r: r[2:]):
+        members = list(run)
+        first = members[0]
+        machines = list(dict.fromkeys(m[1] for m in members))
+        where = machines[0] if len(machines) == 1 else f"{machines[0]} .. {machines[-1]}"
+        each = " each" if len(members) > 1 else ""
+        samples = "all" if first[4] is None else f"{first[4]}{each}"
+        table.add_row(ranges_text(m[0] for m in members), where, first[2], first[3] + each, samples, first[5] + each)
+    return render(table)
+
+
+def _memory(plan: Plan, cluster: ClusterSpec, device: int) -> str:
+    capacity = cluster.type_of(device).memory
+    used = plan.memory[device]
+    return f"{size_text(used)} of {size_text(capacity)} ({used / capacity:.0%})"
+
+
+def batch_sizes(plan: Plan) -> tuple[int, ...] | None:
+    """Samples of the global batch per device (by number in the cluster) in the first training program; None if the batch is not split."""
+    stage = plan.stages[0]
+    words = Vocabulary.of(plan)
+    split = _most_split(stage, words)
+    if split is None:
+        return None
+    p, dim = split
+    ref = words.graph.refs[p.tensor]
+    per_sample = max(ref.shape[dim] // max(words.graph.batch, 1), 1)
+    sizes = [0] * plan.cluster.num_devices
+    for d in stage.devices:
+        sizes[d] = local_shape(ref.shape, p.placement, stage.mesh.sizes, words.lengths, stage.mesh.coordinates(d))[dim] // per_sample
+    return tuple(sizes)
+
+
+def _most_split(stage: Stage, words: Vocabulary) -> tuple[Property, int] | None:
+    """The property whose batch dim is split by most axes, and that dim."""
+    best: tuple[int, Property, int] | None = None
+    for instruction in stage.program.instructions:
+        for p in instruction.triple.post:
+            ref = words.graph.refs[p.tensor]
+            dims = [s.dim for s in p.placement.states if isinstance(s, Sharded) and words.dim(ref, s) == "batch"]
+            if dims and ref.shape[dims[0]] % max(words.graph.batch, 1) == 0 and (best is None or len(dims) > best[0]):
+                best = (len(dims), p, dims[0])
+    return None if best is None else best[1:]
+
+
+# ---- layers and time ---------------------------------------------------------------------------------------------------
+
+
+def _layers(plan: Plan) -> str:
+    table = new_table("layer", "weights", "activations", "communication per iteration")
+    for row in layers(plan):
+        table.add_row(row.module or "(model)", "\n".join(row.weights) or "-", "\n".join(row.activations) or "-", "\n".join(row.communication) or "-")
+    return render(table)
+
+
+def _times(plan: Plan, against: Plan | None) -> list[str]:
+    lines = [f"predicted iteration: {time_split(plan)}"]
+    if against is not None:
+        faster = against.iteration_time / plan.iteration_time
+        lines += [f"{against.restriction.name:>19}: {time_split(against)}", f"this plan is {faster:.2f}x as fast as {against.restriction.name}"]
+    baselines = plan.statistics.get("baselines")
+    if isinstance(baselines, dict) and baselines:
+        known = [f"{name} {time_text(t)}" for name, t in baselines.items() if isinstance(t, int | float)]
+        lines.append(f"baselines: {', '.join(known)}")
+    spent = {name.removesuffix("_time"): t for name, t in plan.statistics.items() if name.endswith("_time") and isinstance(t, int | float)}
+    if spent:
+        lines.append(f"planning took: {', '.join(f'{name} {time_text(t)}' for name, t in spent.items())}")
+    return lines
+
+
+def _stages(plan: Plan) -> str:
+    """A plan of several stages: what each has."""
+    table = new_table("stage", "devices", "layers", "mesh")
+    for i, stage in enumerate(plan.stages):
+        table.add_row(str(i), ranges_text(stage.devices), f"{stage.layers[0]}-{stage.layers[1]}", stage.mesh.name)
+    title = f"plan for {plan.cluster.name}: {plan.cluster.num_devices} devices, {len(plan.stages)} stages, strategy {plan.restriction.name}"
+    return "\n\n".join([title, render(table), f"predicted iteration: {time_text(plan.iteration_time)}"])

@@ -1,0 +1,61 @@
+"""What the planner may choose from, as frozen data. `strategy=` takes a name from `BASELINES` or a `Restriction`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from hapx.errors import HapError
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """A subspace of programs.
+
+    Attributes:
+        mesh: "auto" (every view), "flat", "two-level", or a view by name such as "2x4".
+        ratios: "balanced" (the LP), "even", "speed" (proportional to device speed), or explicit shares of the uneven axis.
+        storage: "auto"; "as-used": parameters are kept in the placement of their use, never gathered; "sharded": every parameter of at least one unit
+            per device is stored in shards and gathered for use, "sharded-keep" / "sharded-free" force one form.
+        split: "auto"; "batch": only the batch is split; "model": the batch is not split (tensor parallelism).
+        forms: collective forms allowed: "padded", "grouped", "point_to_point".
+        sfb: "auto", "never", or "always" (wherever it is legal).
+        remat, max_stages: see the planner.
+    """
+
+    name: str = "auto"
+    mesh: str = "auto"
+    ratios: Literal["balanced", "even", "speed"] | tuple[float, ...] = "balanced"
+    storage: Literal["auto", "as-used", "sharded", "sharded-keep", "sharded-free"] = "auto"
+    split: Literal["auto", "batch", "model"] = "auto"
+    forms: frozenset[str] = field(default_factory=lambda: frozenset({"padded", "grouped", "point_to_point"}))
+    sfb: Literal["auto", "never", "always"] = "auto"
+    remat: Literal["auto", "none", "blocks"] = "none"
+    max_stages: int = 1
+
+
+AUTO = Restriction()
+
+BASELINES: Mapping[str, Restriction] = MappingProxyType(
+    {
+        r.name: r
+        for r in (
+            AUTO,
+            Restriction("dp-even", mesh="flat", ratios="even", storage="as-used", split="batch", sfb="never", forms=frozenset({"padded"})),
+            Restriction("dp-proportional", mesh="flat", ratios="speed", storage="as-used", split="batch", sfb="never", forms=frozenset({"padded"})),
+            Restriction("zero", mesh="flat", ratios="even", storage="sharded", split="batch", sfb="never", forms=frozenset({"padded"})),
+            Restriction("tensor-parallel", mesh="flat", split="model", storage="as-used", sfb="never"),
+        )
+    }
+)
+
+
+def restriction(strategy: str | Restriction) -> Restriction:
+    """The restriction a user's `strategy=` means. Raises HapError for an unknown name."""
+    if isinstance(strategy, Restriction):
+        return strategy
+    if strategy not in BASELINES:
+        raise HapError(f"unknown strategy {strategy!r}", where="strategy", allowed=", ".join(BASELINES) + ", or a hapx.Restriction")
+    return BASELINES[strategy]

@@ -1,0 +1,339 @@
+"""Builds the local program of one device: from a `Program` (data) to a `torch.fx.GraphModule` that a person can read.
+
+In: a plan, the device, the program's key, communicators, the random number generator. Out: a `LocalProgram`, whose module takes
+parameters, buffers and inputs as this device stores them and returns the graph's outputs. Each property (tensor, placement) is a
+local variable; operators are aten calls, conversions and composites are submodules with readable names. Invariant: every device
+runs the same instructions in the same order, so the collectives match, forward and backward; a call that has no elements on this
+device keeps its place (`hapx.runtime.empty`).
+
+A parameter's conversion Invariant -> Replicated is no collective in its place: the parameter enters the gradient synchroniser
+(`hapx.runtime.gradients`) before all other steps of its path. Steps along different axes commute, so this changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hapx.collectives.composites import COMPOSITES
+from hapx.collectives.conversion import Conversion
+from hapx.collectives.rng import Rng
+from hapx.errors import PlanError
+from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef, TorchConst, Value
+from hapx.layout import local_offset
+from hapx.plan import Axes, Communication, Instruction, LocalBlock, LocalIndices, LocalOffset, LocalShape, Plan, ProgramKey, Triple
+from hapx.runtime.empty import EmptyCall, EmptyConvolution
+from hapx.runtime.gradients import BUCKET_BYTES, Key, Layout, Pass, Use, bucket_layout
+from hapx.runtime.local import Communicators, Position
+from hapx.runtime.names import Names, identifier
+from hapx.states import Invariant, Placement, Property, Replicated
+from hapx.transposes import TRANSPOSES
+
+CONVOLUTIONS = frozenset({"aten.conv1d", "aten.conv2d", "aten.conv3d"})
+
+
+class Synchronise(nn.Module):
+    """The place where a parameter enters the gradient synchroniser. `current`: the forward pass under way."""
+
+    def __init__(self, key: Key):
+        super().__init__()
+        self.key = key
+        self.current: Pass | None = None
+
+    def forward(self, parameter: Tensor) -> Tensor:
+        return parameter if self.current is None else self.current.enter(self.key, parameter)
+
+    def extra_repr(self) -> str:
+        return f"{self.key[0]}: gradients are summed over axes {self.key[1]}"
+
+
+class Composite(nn.Module):
+    """A call of a composite; tensors are passed, everything else is bound."""
+
+    def __init__(self, target: str, function: Callable[..., Any], arguments: tuple[tuple[str, Any], ...]):
+        super().__init__()
+        self.target, self.function, self.arguments = target, function, arguments
+
+    def forward(self, *operands: Tensor) -> Any:
+        remaining = iter(operands)
+        return self.function(**{name: _fill(value, remaining) for name, value in self.arguments})
+
+    def extra_repr(self) -> str:
+        return f"{self.target}({', '.join(f'{k}={v}' for k, v in self.arguments if not isinstance(v, Tensor | Ref))})"
+
+
+def _fill(value: Any, operands: Any) -> Any:
+    """`value` with every Ref replaced by the next operand."""
+    if isinstance(value, Ref):
+        return next(operands)
+    return tuple(_fill(v, operands) for v in value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """What one device runs. `parameters`, `buffers`, `inputs`: names of the module's arguments, in order. `gives`: what it returns.
+    `input_placements`: in which placement each input arrives. `position`: this device's place under the lengths of this program. `layout`: buckets of the parameters that `entries` take in."""
+
+    key: ProgramKey
+    graph: Graph
+    position: Position
+    module: fx.GraphModule
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    inputs: tuple[str, ...]
+    input_placements: Mapping[str, Placement]
+    gives: tuple[Property, ...]
+    layout: Layout
+    entries: tuple[Synchronise, ...]
+
+    @property
+    def code(self) -> str:
+        return str(self.module.code)
+
+
+def build_local(
+    plan: Plan,
+    rank: int,
+    key: ProgramKey,
+    communicators: Communicators,
+    rng: Rng,
+    *,
+    device: torch.device | None = None,
+    local_inputs: Mapping[str, Placement] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> LocalProgram:
+    """The program of `key` for device `rank`. `local_inputs`: inputs that arrive in the given placement instead of Replicated; the
+    program must hold the conversion from Replicated to it."""
+    if len(plan.stages) != 1:
+        raise PlanError(f"a plan with {len(plan.stages)} pipeline stages cannot be run yet", allowed="one stage", hint="plan with max_stages=1")
+    return _Builder(plan, rank, key, communicators, rng, device or torch.device("cpu"), dict(local_inputs or {})).build(bucket_bytes)
+
+
+class _Builder:
+    """The variables of the fx graph while it is made. `names`: variable of each property."""
+
+    def __init__(
+        self, plan: Plan, rank: int, key: ProgramKey, communicators: Communicators, rng: Rng, device: torch.device, local_inputs: dict[str, Placement]
+    ):
+        stage = plan.stages[0]
+        self.graph, self.program = plan.graphs[key], stage.programs[key]
+        self.key, self.position, self.communicators, self.rng, self.device = key, Position.of(stage, key, rank), communicators, rng, device
+        self.local_inputs = local_inputs
+        self.fx, self.root = fx.Graph(), nn.Module()
+        self.names, self.modules = Names(), Names(dir(nn.Module()))
+        self.variables: dict[Property, fx.Node] = {}
+        self.entered: dict[Key, fx.Node] = {}
+        self.entries: list[Synchronise] = []
+        self.uses: list[Use] = []
+
+    def build(self, bucket_bytes: int) -> LocalProgram:
+        parameters, buffers, inputs = self._placeholders()
+        for instruction in self.program.instructions:
+            self._instruction(instruction)
+        gives = {p.tensor: p for p in self.program.gives}
+        ordered = tuple(gives[o.tensor] for o in self.graph.outputs)
+        self.fx.output(tuple(self.variables[p] for p in ordered))
+        self.fx.lint()
+        module = fx.GraphModule(self.root, self.fx, "LocalProgram")
+        placements = {n: self.local_inputs.get(n, self.replicated) for n in inputs}
+        layout = bucket_layout(self.uses, self.device, bucket_bytes)
+        return LocalProgram(
+            self.key, self.graph, self.position, module, parameters, buffers, inputs, placements, ordered, layout, tuple(self.entries)
+        )
+
+    @property
+    def replicated(self) -> Placement:
+        return Placement((Replicated(),) * len(self.position.mesh.axes))
+
+    # ---- arguments of the program -------------------------------------------------------------------------------------
+
+    def _placeholders(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        needs = {p.tensor: p for p in self.program.needs}
+        kinds = {n: self.graph.refs[n].kind for n in needs}
+        parameters = tuple(n for n in needs if kinds[n] is Kind.PARAMETER)
+        buffers = tuple(n for n in needs if kinds[n] is Kind.BUFFER)
+        inputs = self.graph.input_names
+        for name in (*parameters, *buffers, *inputs):
+            placement = self.local_inputs.get(name) or (needs[name].placement if name in needs else self.replicated)
+            self.variables[Property(name, placement)] = self.fx.placeholder(self.names.fresh(identifier(name)))
+        for name, ref in self.graph.refs.items():
+            if name in self.graph.constants and self.graph.producer.get(name) is None:
+                values = torch.tensor(self.graph.constants[name], dtype=getattr(torch, ref.dtype), device=self.device).reshape(ref.shape)
+                self.variables[Property(name, self.replicated)] = self._constant(identifier(name), values)
+        return parameters, buffers, inputs
+
+    def _constant(self, name: str, value: Tensor) -> fx.Node:
+        name = self.modules.fresh(name)
+        self.root.register_buffer(name, value)
+        return self.fx.get_attr(name)
+
+    def _submodule(self, name: str, module: nn.Module, *operands: fx.Node) -> fx.Node:
+        name = self.modules.fresh(name)
+        self.root.add_module(name, module)
+        return self.fx.call_module(name, operands)
+
+    # ---- instructions -------------------------------------------------------------------------------------------------
+
+    def _instruction(self, instruction: Instruction) -> None:
+        triple = instruction.triple
+        if all(p in self.variables for p in triple.post):  # the first that makes a property stands
+            return
+        if isinstance(triple.body, OpCall):
+            self._call(triple, triple.body)
+        else:
+            self._conversion(triple, triple.body)
+
+    def _read(self, p: Property) -> fx.Node:
+        if p not in self.variables:
+            raise PlanError(f"{p} is used before it is made", where=f"program of device {self.position.coordinates}")
+        return self.variables[p]
+
+    def _conversion(self, triple: Triple, path: tuple[Communication, ...]) -> None:
+        """The steps of a path, one submodule each; those that do nothing at all are left out."""
+        (source,), (target,) = triple.pre, triple.post
+        ref = self.graph.refs[source.tensor]
+        if ref.kind is Kind.INPUT and source not in self.variables:
+            raise PlanError(f"input {ref.name} arrives cut, but {triple} needs all of it")
+        node, at = self._read(source), source.placement
+        if ref.kind is Kind.PARAMETER:
+            axes = tuple(sorted(c.axis for c in path if c.gradient and isinstance(c.source, Invariant) and isinstance(c.target, Replicated)))
+            if axes:
+                node = self._enter(ref, axes, source.placement, node)
+                path = tuple(c for c in path if c.axis not in axes)
+                at = _with_states(at, {a: Replicated() for a in axes})
+        for c in path:
+            after = at.with_state(c.axis, c.target)
+            forward, backward = TRANSPOSES[type(c.source), type(c.target)]
+            if forward != "none" or (c.gradient and backward != "none"):
+                blocks = self.position.block(at, c.axis), self.position.block(after, c.axis)
+                module = Conversion(c, self.communicators[(c.axis,)], *blocks, ref.name)
+                verb = forward if forward != "none" else f"backward_{backward}"
+                node = self._submodule(f"{verb}_{identifier(ref.name)}", module, node)
+            at = after
+        self.variables[target] = node
+
+    def _enter(self, ref: TensorRef, axes: tuple[int, ...], stored: Placement, node: fx.Node) -> fx.Node:
+        key = (ref.name, axes)
+        if key not in self.entered:
+            entry = Synchronise(key)
+            self.entries.append(entry)
+            self.uses.append(Use(key, math.prod(self.position.shape(ref.shape, stored)), getattr(torch, ref.dtype)))
+            self.entered[key] = self._submodule(f"synchronise_{identifier(ref.name)}", entry, node)
+        return self.entered[key]
+
+    def _call(self, triple: Triple, call: OpCall) -> None:
+        assert triple.node is not None
+        outputs = self.graph.nodes[triple.node].outputs
+        operands = [self._read(p) for p in triple.pre]
+        label = identifier(call.op.split(".", 1)[1])
+        if call.target in COMPOSITES:
+            arguments = tuple((name, self._bound(name, value)) for name, value in call.args)
+            node, listed = self._submodule(label, Composite(call.target, COMPOSITES[call.target], arguments), *operands), len(outputs) > 1
+        else:
+            function = find_operator(call.target)
+            listed = _returns_several(function)
+            stand_in = self._stand_in(triple, call, outputs, listed)
+            if stand_in is None:
+                node = self._aten(function, call, operands, label if listed else identifier(outputs[0].name))
+            else:
+                node = self._submodule(f"empty_{label}", stand_in, *operands)
+        self._bind(node, triple, outputs, listed)
+
+    def _bind(self, node: fx.Node, triple: Triple, outputs: tuple[TensorRef, ...], listed: bool) -> None:
+        """Variables for the outputs of a call, named after the tensors."""
+        for i, (ref, p) in enumerate(zip(outputs, triple.post, strict=True)):
+            value = self.fx.create_node("call_function", operator.getitem, (node, i), name=identifier(ref.name)) if listed else node
+            self.variables.setdefault(p, value)
+
+    def _stand_in(self, triple: Triple, call: OpCall, outputs: tuple[TensorRef, ...], listed: bool) -> nn.Module | None:
+        """What replaces a call that has no elements on this device, or None."""
+        shapes = [self.position.shape(r.shape, p.placement) for r, p in zip(outputs, triple.post, strict=True)]
+        if triple.pre and all(0 in s for s in shapes):
+            described = [(s, getattr(torch, r.dtype), r.requires_grad) for s, r in zip(shapes, outputs, strict=True)]
+            return EmptyCall(call.target, described, listed)
+        if call.op in CONVOLUTIONS:
+            weight = triple.pre[1]  # input, weight, bias
+            if 0 in self.position.shape(self.graph.refs[weight.tensor].shape, weight.placement):
+                return EmptyConvolution(call.target, shapes[0])
+        return None
+
+    def _aten(self, function: torch._ops.OpOverload, call: OpCall, operands: list[fx.Node], name: str) -> fx.Node:
+        """The call with positional arguments up to the last one that is not a default, and keyword arguments."""
+        given, remaining = dict(call.args), iter(operands)
+        values = {name: _fill(self._bound(name, value), remaining) for name, value in call.args}
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for argument in function._schema.arguments:
+            value = values[argument.name] if argument.name in given else argument.default_value
+            if argument.name == "device" and value is None and not operands:
+                value = self.device  # factories make their tensor where this rank computes
+            if argument.kwarg_only:
+                if not _is_default(argument, value):
+                    kwargs[argument.name] = value
+            else:
+                args.append(value)
+        positional = [a for a in function._schema.arguments if not a.kwarg_only]
+        while args and _is_default(positional[len(args) - 1], args[-1]):
+            args.pop()
+        return self.fx.create_node("call_function", function, tuple(args), kwargs, name=name)
+
+    def _bound(self, name: str, value: Value) -> Any:
+        """An argument as this device sees it; Refs stay."""
+        sizes, lengths, mine = self.position.mesh.sizes, self.position.lengths, self.position.coordinates
+        if name == "rng" and value is None:
+            return self.rng
+        if isinstance(value, LocalShape):
+            return list(self.position.shape(value.shape, value.placement))
+        if isinstance(value, LocalOffset):
+            return local_offset(value.dim, value.placement, sizes, lengths, mine)
+        if isinstance(value, LocalIndices):
+            found = self.position.indices(value.shape, value.placement)
+            return tuple(None if i is None else torch.from_numpy(i).to(self.device) for i in found)
+        if isinstance(value, LocalBlock):
+            return self.position.block(value.placement, value.axis)
+        if isinstance(value, Axes):
+            return self.communicators[value.axes] if value.axes else None
+        if isinstance(value, TorchConst):
+            return getattr(torch, value.name)
+        if isinstance(value, tuple):
+            return tuple(self._bound("", v) for v in value)
+        return value
+
+
+def _with_states(placement: Placement, states: Mapping[int, Any]) -> Placement:
+    for axis, state in states.items():
+        placement = placement.with_state(axis, state)
+    return placement
+
+
+def find_operator(target: str) -> torch._ops.OpOverload:
+    """The overload named "aten.linear.default". Raises PlanError for one that is not there."""
+    try:
+        namespace, name, overload = target.split(".")
+        found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except (ValueError, AttributeError):
+        raise PlanError(
+            f"there is no operator {target!r}", hint="import the library that registers it, or plan again with this version of torch"
+        ) from None
+    assert isinstance(found, torch._ops.OpOverload)
+    return found
+
+
+def _returns_several(function: torch._ops.OpOverload) -> bool:
+    returns = function._schema.returns
+    return len(returns) > 1 or not isinstance(returns[0].type, torch.TensorType)
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    if not argument.has_default_value():
+        return False
+    default = argument.default_value
+    if isinstance(value, tuple | list) and isinstance(default, list):
+        return list(value) == default
+    return type(value) is type(default) and bool(value == default)

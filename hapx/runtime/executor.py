@@ -1,0 +1,174 @@
+"""One device of a training run: its parameters, its local programs, its gradients. Knows nothing of processes.
+
+In: a plan, the user's module, communicators (over torch.distributed, or between threads). Out: the graph's outputs, and gradients in
+`.grad` of the module's parameters. Invariant: what the devices compute together is what the module computes alone on the global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from hapx.collectives.freed import freeing
+from hapx.collectives.rng import Rng
+from hapx.errors import LaunchError
+from hapx.layout import divide
+from hapx.plan import Communication, Plan, ProgramKey
+from hapx.runtime.build import LocalProgram, build_local
+from hapx.runtime.gradients import BUCKET_BYTES, GradientSynchroniser
+from hapx.runtime.local import Communicators, Position
+from hapx.runtime.parameters import ParameterStore
+from hapx.states import Placement, Sharded
+
+
+class Executor:
+    """Runs a plan on one device.
+
+    Args:
+        plan: with one stage.
+        rank: number of this device in the cluster.
+        module: the user's; its parameters and buffers are replaced by this device's pieces, in place.
+        communicators: of `hapx.collectives.communicator.create_groups` for the plan's mesh.
+        seed: of the random numbers; the same on all ranks.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, module: nn.Module, communicators: Communicators, *,
+        seed: int = 0, device: torch.device | None = None, bucket_bytes: int = BUCKET_BYTES,
+    ):  # fmt: skip
+        if len(plan.stages) != 1:
+            raise LaunchError(
+                f"the plan has {len(plan.stages)} pipeline stages, which cannot be run yet", allowed="one stage", hint="plan with max_stages=1"
+            )
+        self.plan, self.rank, self.module, self.communicators = plan, rank, module, communicators
+        self.device, self.bucket_bytes = device or torch.device("cpu"), bucket_bytes
+        self.rng = Rng(seed)
+        self.everyone = communicators[tuple(range(len(plan.stages[0].mesh.axes)))]
+        self.store = ParameterStore(module, plan, self.position(plan.first), communicators, self.device)
+        self.gradients = GradientSynchroniser(dict(module.named_parameters(remove_duplicate=False)), communicators)
+        self.programs: dict[tuple[ProgramKey, tuple[tuple[str, Placement], ...]], LocalProgram] = {}
+
+    def position(self, key: ProgramKey) -> Position:
+        return Position.of(self.plan.stages[0], key, self.rank)
+
+    def program(self, key: ProgramKey, local_inputs: Mapping[str, Placement] | None = None) -> LocalProgram:
+        """The local program, built at its first use."""
+        local = tuple(sorted((local_inputs or {}).items(), key=lambda item: item[0]))
+        if (key, local) not in self.programs:
+            self.programs[key, local] = build_local(
+                self.plan, self.rank, key, self.communicators, self.rng,
+                device=self.device, local_inputs=dict(local), bucket_bytes=self.bucket_bytes,
+            )  # fmt: skip
+        return self.programs[key, local]
+
+    # ---- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, key: ProgramKey, inputs: Mapping[str, Tensor], local_inputs: Mapping[str, Placement] | None = None) -> dict[str, Tensor]:
+        """One forward pass. `inputs`: by the graph's names, whole, except for `local_inputs`. Returns the graph's outputs by name,
+        as this device has them, and updates the module's buffers."""
+        program = self.program(key, local_inputs)
+        if key.mode == "train":
+            self.rng.next_step()
+        current = self.gradients.begin(program.layout) if torch.is_grad_enabled() else None
+        for entry in program.entries:
+            entry.current = current
+        arguments = [self.module.get_parameter(n) for n in program.parameters]
+        arguments += [self.module.get_buffer(n) for n in program.buffers]
+        arguments += [inputs[n] for n in program.inputs]
+        with freeing():
+            values = program.module(*arguments)
+        for entry in program.entries:
+            entry.current = None  # the pass belongs to the graph that autograd keeps, not to the program
+        results = {}
+        for output, value in zip(program.graph.outputs, values, strict=True):
+            if output.role == "buffer":
+                assert output.target is not None
+                with torch.no_grad():
+                    self.module.get_buffer(output.target).copy_(value)
+            else:
+                results[output.tensor] = value
+        return results
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward of forward passes inside keeps gradients aside; they join the next one outside."""
+        return self.gradients.no_sync()
+
+    # ---- batches ------------------------------------------------------------------------------------------------------
+
+    def batch_input(self, program: LocalProgram, name: str) -> bool:
+        """Whether the input has the batch as its first dim."""
+        shape = program.graph.refs[name].shape
+        return bool(shape) and shape[0] == program.graph.batch
+
+    def cut_placement(self, key: ProgramKey, name: str) -> Placement | None:
+        """The placement, cut along dim 0 only, in which the program uses the input, if that is its only use."""
+        uses = [i.triple for i in self.plan.stages[0].programs[key].instructions if any(p.tensor == name for p in i.triple.pre)]
+        targets = set()
+        for triple in uses:
+            if triple.node is None and isinstance(triple.body, tuple) and all(_cuts_batch(c) for c in triple.body):
+                targets.add(triple.post[0].placement)
+            elif any(p.tensor == name and not any(isinstance(s, Sharded) for s in p.placement.states) for p in triple.pre):
+                return None
+        return targets.pop() if len(targets) == 1 else None
+
+    def batch_sizes(self, key: ProgramKey) -> tuple[int, ...]:
+        """How many samples of the global batch each rank computes; where ranks compute the same samples, or all, how many of them it
+        would bring."""
+        graph, stage = self.plan.graphs[key], self.plan.stages[0]
+        for name in graph.input_names:
+            placement = self.cut_placement(key, name)
+            if placement is None or graph.refs[name].shape[:1] != (graph.batch,):
+                continue
+            rows: dict[tuple[int, ...], list[int]] = {}
+            for device in stage.mesh.devices:  # devices with the same coordinates on the cutting axes have the same samples
+                coordinates = stage.mesh.coordinates(device)
+                rows.setdefault(tuple(c for c, s in zip(coordinates, placement.states, strict=True) if isinstance(s, Sharded)), []).append(device)
+            sizes = [0] * len(stage.mesh.devices)
+            for devices in rows.values():
+                number = self.position(key).at(devices[0]).shape(graph.refs[name].shape, placement)[0]
+                for device, size in zip(devices, divide(number, len(devices)), strict=True):
+                    sizes[device] = size
+            return tuple(sizes)
+        return share_out(graph.batch, self.plan.shares)
+
+    # ---- gradients ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients so that the norm of the whole gradient is at most `max_norm`; returns the norm before (a collective
+        call). Each element of the model counts once, however it is stored."""
+        norm_type = float(norm_type)
+        named = [(n, p) for n, p in self.module.named_parameters() if p.grad is not None]
+        counted = [p.grad.detach().to(torch.float64) for n, p in named if p.grad is not None and p.grad.numel() and self.store.counted(n)]
+        local = torch.zeros((), dtype=torch.float64, device=self.device)
+        if math.isinf(norm_type):
+            for g in counted:
+                local = torch.maximum(local, g.abs().max())
+            total = self.everyone.all_reduce(local.reshape(1), "max")[0]
+        else:
+            for g in counted:
+                local += g.abs().pow(norm_type).sum()
+            total = self.everyone.all_reduce(local.reshape(1))[0].pow(1.0 / norm_type)
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for _, p in named:
+            assert p.grad is not None
+            p.grad.mul_(scale.to(p.grad.dtype))
+        return total
+
+
+def _cuts_batch(c: Communication) -> bool:
+    return isinstance(c.target, Sharded) and c.target.dim == 0 and c.target.outer == 1
+
+
+def share_out(n: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """n samples in proportion to `shares`, by largest remainder; ties go to the first."""
+    exact = [n * s / sum(shares) for s in shares]
+    sizes = [math.floor(e + 1e-9) for e in exact]
+    order = sorted(range(len(shares)), key=lambda i: (sizes[i] - exact[i], i))
+    for i in order[: n - sum(sizes)]:
+        sizes[i] += 1
+    return tuple(sizes)

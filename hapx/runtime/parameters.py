@@ -1,0 +1,145 @@
+"""The parameters and buffers of a module, as a plan stores them on one device.
+
+In: the user's module (the same on every rank), a plan, this device's position. Out: the same module objects with local pieces
+inside. Invariants: values are those of rank 0's module; names, sharing (tied parameters) and order stay; sharding goes tensor by
+tensor, so at most one tensor exists twice at a time; `full` of every piece is the single-device tensor, under the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hapx.errors import HapError, LaunchError, PlanError
+from hapx.ir import Kind
+from hapx.plan import Plan
+from hapx.runtime.local import Communicators, Position
+from hapx.states import REPLICATED, Placement
+
+
+class ParameterStore:
+    """Parameters and buffers of `module`, stored as `plan` says.
+
+    Args:
+        module: is changed in place.
+        position: this device's; parameters have the same lengths in every program.
+        device: where the pieces go.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, position: Position, communicators: Communicators, device: torch.device):
+        self.module, self.plan, self.position, self.communicators, self.device = module, plan, position, communicators, device
+        self.placements = {name: s.copies[0].placement for name, s in plan.storage_of.items()}
+        self.shapes = {n: tuple(t.shape) for n, t in self._named(remove_duplicate=False)}
+        self._check()
+        self._shard()
+
+    def placement(self, name: str) -> Placement:
+        """How a parameter or buffer is stored; one that the graph does not use is whole everywhere."""
+        return self.placements.get(name, Placement((REPLICATED,) * len(self.position.mesh.axes)))
+
+    def _named(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        yield from self.module.named_parameters(remove_duplicate=remove_duplicate)
+        yield from self.module.named_buffers(remove_duplicate=remove_duplicate)
+
+    def _check(self) -> None:
+        """The plan must speak of this module."""
+        refs = self.plan.graphs[self.plan.first].refs.values()
+        for ref in refs:
+            if ref.kind not in (Kind.PARAMETER, Kind.BUFFER):
+                continue
+            if ref.name not in self.shapes:
+                raise PlanError(f"the plan is for another model: there is no {ref.kind.value} {ref.name!r}", hint="plan again for this model")
+            if self.shapes[ref.name] != ref.shape:
+                found = list(self.shapes[ref.name])
+                raise PlanError(
+                    f"the plan is for another model: {ref.name} has shape {found}", allowed=str(list(ref.shape)), hint="plan again for this model"
+                )
+
+    # ---- sharding -----------------------------------------------------------------------------------------------------
+
+    def _shard(self) -> None:
+        done = self._materialise() if any(t.is_meta for _, t in self._named()) else frozenset()
+        for name, tensor in self._named():
+            if id(tensor) not in done:
+                tensor.data = self._piece(name, tensor.data)
+
+    def _piece(self, name: str, whole: Tensor) -> Tensor:
+        """This device's piece of rank 0's value, in memory of its own (a collective call)."""
+        source = self.position.mesh.devices.index(0)
+        everyone = self.communicators[tuple(range(len(self.position.mesh.axes)))]
+        value = everyone.broadcast(whole.to(self.device), source)
+        return self.position.take(value, self.placement(name))
+
+    def _materialise(self) -> frozenset[int]:
+        """Gives a `meta` module its values, one submodule at a time: rank 0's `reset_parameters` decides, everybody keeps a piece.
+        Returns the ids of the parameters that are pieces now.
+
+        Raises LaunchError, on all ranks, where a submodule cannot say what its values are."""
+        done: dict[nn.Parameter, nn.Parameter] = {}
+        for path, module in self.module.named_modules():
+            own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.is_meta]
+            fresh = [(n, p) for n, p in own if p not in done]
+            lost = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
+            if (fresh or lost) and not callable(getattr(module, "reset_parameters", None)):
+                names = ", ".join(f"{path}.{n}" if path else n for n in [*(n for n, _ in fresh), *lost])
+                raise LaunchError(
+                    f"cannot give a value to {names}: the module is on `meta` and {type(module).__name__} has no reset_parameters()",
+                    where=path or "model", hint="define reset_parameters() on it, or build the module on the CPU",
+                )  # fmt: skip
+            if not fresh and not lost:
+                for name, parameter in own:
+                    module._parameters[name] = done[parameter]
+                continue
+            for name, parameter in own:  # also the tied ones that are done: reset_parameters() fills them all
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
+            for name in lost:
+                module._buffers[name] = torch.empty_like(module._buffers[name], device=self.device)  # type: ignore[arg-type]
+            module.reset_parameters()  # type: ignore[operator]
+            for name, parameter in own:
+                if parameter not in done:
+                    value = module._parameters[name]
+                    assert value is not None
+                    value.data = self._piece(f"{path}.{name}" if path else name, value.data)
+                    done[parameter] = value
+                module._parameters[name] = done[parameter]
+        return frozenset(id(p) for p in done.values())
+
+    # ---- whole tensors ------------------------------------------------------------------------------------------------
+
+    def full(self, name: str, piece: Tensor) -> Tensor:
+        """The single-device tensor of which every rank passes its piece (a collective call)."""
+        return self.position.gather(piece, self.placement(name), self.communicators)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """All parameters and persistent buffers, whole, on every rank, under the keys of the module's own `state_dict`."""
+        return {name: self.full(name, t).clone() if isinstance(t, Tensor) else t for name, t in self.module.state_dict().items()}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The gradients of all parameters that have one, whole, on every rank; tied parameters under each of their names."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: self.full(name, p.grad).clone() for name, p in named if p.grad is not None}
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Keeps this device's piece of every tensor. Raises HapError for missing or unknown keys and for wrong shapes."""
+        own = {n: t for n, t in self.module.state_dict().items() if isinstance(t, Tensor)}
+        missing, unknown = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+        if missing or unknown:
+            parts = [f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+            raise HapError(f"the state dict does not fit the model: {'; '.join(parts)}", where="load_full_state_dict")
+        for name, tensor in own.items():
+            if tuple(state[name].shape) != self.shapes[name]:
+                raise HapError(f"{name} has shape {list(state[name].shape)}", where="load_full_state_dict", allowed=str(list(self.shapes[name])))
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(self.position.take(state[name], self.placement(name)))
+
+    def counted(self, name: str) -> bool:
+        """Whether this device counts its piece of a tensor when elements of all devices are added up, so that each counts once:
+        along an axis that does not cut, only coordinate 0 does."""
+        states = self.placement(name).states
+        return all(
+            c == 0 or self.position.block(self.placement(name), a) is not None
+            for a, c in zip(range(len(states)), self.position.coordinates, strict=True)
+        )

@@ -1,0 +1,217 @@
+"""Event-driven simulation of one training iteration: what runs when on each device.
+
+In: a plan, or a program with its graph, cost model and lengths. Out: a `Timeline`. Every device has a compute stream and a communication
+stream, as the runtime has: instructions run in order forward, and in reverse order backward; a collective starts when the last device has
+arrived and the stream is free, and the program waits for it. Gradients of parameters are synchronised in buckets on the communication stream,
+started as soon as the last gradient of the bucket is there, and waited for at the end, before the optimizer's update.
+
+The terms are those of `hapx.cost` at the exact lengths of every coordinate of the uneven axis (devices of one coordinate do the same).
+Invariant: a program without gradient synchronisation takes at most its additive cost at these lengths, and just as long where one kind is the
+slowest in every phase; overlap and slack, which the additive cost cannot see (DESIGN section 5, re-ranking), only shorten it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+import numpy as np
+
+from hapx.cost.model import BUCKET_BYTES, CommunicationCost, CostModel, StepCost
+from hapx.cost.terms import Term, Vector
+from hapx.errors import HapError
+from hapx.ir import Graph, Kind, OpCall
+from hapx.layout import Lengths
+from hapx.plan import Instruction, Mesh, Plan, Program
+from hapx.theory.triple import Theory
+
+Stream = Literal["compute", "communication"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that runs on a stream of a device, from `start` to `stop` (seconds since the iteration began)."""
+
+    name: str
+    stream: Stream
+    start: float
+    stop: float
+
+    @property
+    def duration(self) -> float:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A span on every device: start and stop per coordinate of the uneven axis."""
+
+    name: str
+    stream: Stream
+    start: tuple[float, ...]
+    stop: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One iteration. `coordinates`: of each device (by number in the cluster), its coordinate along the uneven axis. `total`: seconds."""
+
+    coordinates: tuple[tuple[int, int], ...]
+    events: tuple[Event, ...]
+    total: float
+
+    @cached_property
+    def spans(self) -> dict[int, tuple[Span, ...]]:
+        """Per device, its spans in the order in which they were started. Spans of no length are left out."""
+        of = {
+            c: tuple(Span(e.name, e.stream, e.start[c], e.stop[c]) for e in self.events if e.stop[c] > e.start[c])
+            for c in {c for _, c in self.coordinates}
+        }
+        return {device: of[c] for device, c in self.coordinates}
+
+    def busy(self, stream: Stream = "compute") -> dict[int, float]:
+        """Seconds per device in which a stream works (a collective's waiting for the last device is not work)."""
+        return {device: sum(s.duration for s in spans if s.stream == stream) for device, spans in self.spans.items()}
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the Chrome trace format, which Perfetto reads: a process per device, a thread per stream, microseconds."""
+        events: list[dict[str, object]] = []
+        threads: dict[Stream, int] = {"compute": 0, "communication": 1}
+        for device, spans in self.spans.items():
+            events.append({"ph": "M", "name": "process_name", "pid": device, "args": {"name": f"device {device}"}})
+            for stream, thread in threads.items():
+                events.append({"ph": "M", "name": "thread_name", "pid": device, "tid": thread, "args": {"name": stream}})
+            for s in spans:
+                where = {"pid": device, "tid": threads[s.stream]}
+                events.append({"ph": "X", "name": s.name, "cat": s.stream, "ts": s.start * 1e6, "dur": s.duration * 1e6, **where})
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+    def __str__(self) -> str:
+        busy, moving = self.busy(), self.busy("communication")
+        lines = [f"one iteration: {self.total * 1e3:.3f} ms"]
+        share = 1.0 / self.total if self.total else 0.0
+        return "\n".join(lines + [f"  device {d}: computes {b * share:4.0%}, communicates {moving[d] * share:4.0%}" for d, b in busy.items()])
+
+
+def simulate(plan: Plan) -> Timeline:
+    """One iteration of a plan's first training program. Raises HapError for a plan of several stages, whose pipeline is not simulated."""
+    if len(plan.stages) != 1:
+        raise HapError(f"the plan has {len(plan.stages)} stages", where="simulate", allowed="plans of one stage")
+    stage = plan.stages[0]
+    key, program = next(iter(stage.programs.items()))
+    graph = plan.graphs[key]
+    described = Theory(graph, stage.mesh, (), {}, {}, frozenset())  # costs need no more than the graph and the mesh
+    cost = CostModel(described, plan.cluster, plan.precision, plan.optimizer, key.mode)
+    return simulate_program(program, graph, cost, stage.lengths[key])
+
+
+def simulate_program(program: Program, graph: Graph, cost: CostModel, lengths: Lengths) -> Timeline:
+    """One iteration of a program at concrete lengths, with the cluster, precision, optimizer and mode of a cost model of its graph and mesh."""
+    assert cost.graph is graph and cost.theory.mesh == program.mesh, "the cost model is of another program"
+    exact = cost.at_lengths(lengths)
+    steps = [(_name(i), _cost(i, graph, exact), _gradient_bytes(i, graph)) for i in program.instructions]
+    clock = _Clock(len(exact.kinds))
+    for name, step, _ in steps:
+        clock.communicate(name, [c for c in step.communication if c.direction == "forward"])
+        clock.compute(name, step.forward)
+    if cost.mode == "train":
+        for name, step, size in reversed(steps):
+            clock.compute(f"{name} backward", step.backward)
+            clock.communicate(f"{name} backward", [c for c in reversed(step.communication) if c.direction == "backward"])
+            clock.gradient(size, [c for c in step.communication if c.direction == "synchronise"])
+        clock.synchronise()
+        for need in program.needs:
+            if graph.refs[need.tensor].kind is Kind.PARAMETER:
+                clock.compute(f"update {need.tensor}", exact.update(graph.refs[need.tensor], need.placement))
+    return Timeline(_coordinates(program.mesh), tuple(clock.events), float(max(clock.now)))
+
+
+def _name(instruction: Instruction) -> str:
+    body, post = instruction.triple.body, instruction.triple.post[0]
+    return f"{body.op} {post.tensor}" if isinstance(body, OpCall) else f"{' then '.join(map(str, body))} {post.tensor}"
+
+
+def _cost(instruction: Instruction, graph: Graph, cost: CostModel) -> StepCost:
+    triple = instruction.triple
+    if isinstance(triple.body, OpCall):
+        return cost.instruction(triple)
+    return cost.conversion(graph.refs[triple.post[0].tensor], triple.body, triple.post[0].placement)
+
+
+def _gradient_bytes(instruction: Instruction, graph: Graph) -> int:
+    return graph.refs[instruction.triple.post[0].tensor].bytes if instruction.triple.node is None else 0
+
+
+def _coordinates(mesh: Mesh) -> tuple[tuple[int, int], ...]:
+    """(device, its coordinate along the uneven axis; 0 without one)."""
+    if mesh.uneven is None:
+        return tuple((d, 0) for d in mesh.devices)
+    inner, size = prod(mesh.sizes[mesh.uneven + 1 :]), mesh.sizes[mesh.uneven]
+    return tuple((d, i // inner % size) for i, d in enumerate(mesh.devices))
+
+
+@dataclass
+class _Clock:
+    """Time on the two streams of every coordinate: `now` of the program (its compute stream), `wire` of the communication stream."""
+
+    size: int
+    events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now: Vector = np.zeros(self.size)
+        self.wire: Vector = np.zeros(self.size)
+        self._bucket: list[CommunicationCost] = []
+        self._bucket_bytes = 0
+        self._num_buckets = 0
+
+    def compute(self, name: str, term: Term | None) -> None:
+        if term is None:
+            return
+        start, self.now = self.now, self.now + term.at({})
+        self._record(name, "compute", start, self.now)
+
+    def communicate(self, name: str, collectives: Sequence[CommunicationCost]) -> None:
+        """Collectives that the program waits for."""
+        for collective in collectives:
+            self.wire = self._run(name, collective, np.maximum(self.now, self.wire))
+            self.now = self.wire
+
+    def gradient(self, size: int, collectives: Sequence[CommunicationCost]) -> None:
+        """A parameter's gradient is there; a full bucket sets off."""
+        if not collectives:
+            return
+        self._bucket += collectives
+        self._bucket_bytes += size
+        if self._bucket_bytes >= BUCKET_BYTES:
+            self._send()
+
+    def synchronise(self) -> None:
+        """Send what is left and wait for all buckets."""
+        if self._bucket:
+            self._send()
+        self.now = np.maximum(self.now, self.wire)
+
+    def _send(self) -> None:
+        name = f"synchronise bucket {self._num_buckets}"
+        ready = np.maximum(self.now, self.wire)
+        for collective in self._bucket:
+            ready = self._run(name, collective, ready)
+        self.wire = ready
+        self._bucket, self._bucket_bytes, self._num_buckets = [], 0, self._num_buckets + 1
+
+    def _run(self, name: str, collective: CommunicationCost, ready: Vector) -> Vector:
+        """The end of a collective for which the coordinates are ready at the given times."""
+        times = collective.term.at({})
+        start = np.full(self.size, ready.max()) if collective.cuts else ready
+        stop = start + (times.max() if collective.cuts else times)
+        self._record(name, "communication", start, stop)
+        return stop
+
+    def _record(self, name: str, stream: Stream, start: Vector, stop: Vector) -> None:
+        self.events.append(Event(name, stream, tuple(start.tolist()), tuple(stop.tolist())))

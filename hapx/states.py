@@ -1,0 +1,119 @@
+"""States of a tensor on the devices of a mesh (DESIGN: HAP section 4.1, extended by `Invariant`).
+
+A reference tensor e of the single-device graph lives on the devices of a mesh axis as local tensors e_j:
+
+- `Replicated`  every e_j = e; each device may go on differently, so its cotangents add up (dual: `Partial`).
+- `Invariant`   every e_j = e, and every device does the same with it (dual: `Invariant`).
+- `Sharded`     concatenating the e_j along a dim, block by block, gives e (dual: the same).
+- `Partial`     the e_j sum to e (dual: `Replicated`).
+
+A *placement* is one state per mesh axis, a *property* is (tensor, placement).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One vector of shares along a mesh axis: what the balancer chooses (or `even`: equal, not chosen)."""
+
+    kind: Literal["compute", "storage", "even"]
+    segment: int
+    axis: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.segment}@{self.axis}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a dim is cut along a row's axis: `units` grains are dealt out. Equal cuts have equal lengths, for every tensor."""
+
+    row: Row
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    def __str__(self) -> str:
+        return "I"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    def __str__(self) -> str:
+        return "P"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Dim `dim` of size outer x cut.units x inner; each of the `outer` blocks is cut alike, in grains of `inner` elements."""
+
+    dim: int
+    outer: int
+    inner: int
+    cut: Cut
+
+    def __str__(self) -> str:
+        blocks = f"{self.outer}x" if self.outer > 1 else ""
+        grain = f"x{self.inner}" if self.inner > 1 else ""
+        star = "*" if self.cut.row.kind == "storage" else ""
+        return f"S{self.dim}[{blocks}{self.cut.units}{grain}]{star}"
+
+    def same_split(self, other: Sharded) -> bool:
+        """Whether both split the same factor of the same dim (possibly along different axes)."""
+        return (self.dim, self.outer, self.inner, self.cut.units) == (other.dim, other.outer, other.inner, other.cut.units)
+
+
+State = Replicated | Invariant | Partial | Sharded
+
+REPLICATED, INVARIANT, PARTIAL = Replicated(), Invariant(), Partial()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One state per mesh axis. `nest`: order in which axes that split the same factor of a dim apply (outermost first);
+    axes not listed apply in axis order."""
+
+    states: tuple[State, ...]
+    nest: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        text = ",".join(map(str, self.states))
+        return f"{text}|nest{''.join(map(str, self.nest))}" if self.nest else text
+
+    def order(self) -> tuple[int, ...]:
+        """Axes in the order in which they cut."""
+        return self.nest + tuple(a for a in range(len(self.states)) if a not in self.nest)
+
+    def with_state(self, axis: int, state: State) -> Placement:
+        return Placement(self.states[:axis] + (state,) + self.states[axis + 1 :], self.nest)
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """A tensor of the single-device graph, in a placement."""
+
+    tensor: str
+    placement: Placement
+
+    def __str__(self) -> str:
+        return f"{self.tensor}:{self.placement}"
+
+
+def dual(state: State) -> State:
+    """State of the cotangent of a tensor in `state`."""
+    if isinstance(state, Replicated):
+        return PARTIAL
+    if isinstance(state, Partial):
+        return REPLICATED
+    return state

@@ -1,0 +1,140 @@
+"""Best-first search over partial solutions, with dominance and an admissible bound. Knows nothing of tensors.
+
+In: a `Domain`. Out: a solution of least cost (within `TOLERANCE`, relative) and statistics.
+
+Every partial solution (`Node`) has a `level` (how many decisions are made), a `place` (a set, coded as the bits of an int; a superset is at least
+as good) and an `estimate` (cost so far + a lower bound of the rest; exact for complete solutions). Two rules prune:
+
+- bound: estimate >= the best complete solution known (A*: Hart, Nilsson, Raphael 1968);
+- dominance: another node of the same level whose place includes this one's and which `dominates` it, so that every completion of this one
+  is a completion of the other at no more cost.
+
+Invariant: both rules keep at least one optimal solution, so the first complete node that leaves the queue is optimal.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Generic, Protocol, TypeVar
+
+TOLERANCE = 1e-11
+
+
+class Node(Protocol):
+    level: int
+    place: int
+    estimate: float
+    dead: bool  # set by the search: dominated, or expanded already
+
+
+N = TypeVar("N", bound=Node)
+
+
+class Domain(Protocol[N]):
+    """What is searched."""
+
+    depth: int  # level of complete solutions
+
+    def start(self) -> N | None: ...
+
+    def successors(self, node: N, limit: float) -> Iterable[N]:
+        """The next partial solutions. Those whose estimate is not below `limit` may be left out."""
+
+    def dominates(self, a: N, b: N) -> bool:
+        """Whether a's cost makes b superfluous, given that a's place includes b's."""
+
+
+@dataclass(slots=True)
+class Statistics:
+    """expansions: nodes expanded; generated: nodes made; dominated, bounded: nodes dropped by the two rules."""
+
+    expansions: int = 0
+    generated: int = 0
+    dominated: int = 0
+    bounded: int = 0
+
+    def add(self, other: Statistics) -> None:
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+
+
+class Front(Generic[N]):
+    """The nodes of one level that nothing dominates, by place."""
+
+    def __init__(self, domain: Domain[N]):
+        self.domain, self.places = domain, {}  # type: ignore[var-annotated]
+        self.places: dict[int, list[N]]
+
+    def admit(self, node: N) -> bool:
+        """Adds a node and removes those that it dominates (marking them dead); False if it is dominated itself."""
+        place, dominates = node.place, self.domain.dominates
+        for other_place, others in self.places.items():
+            if other_place & place == place:
+                for other in others:
+                    if dominates(other, node):
+                        return False
+        empty = []
+        for other_place, others in self.places.items():
+            if place & other_place == other_place:
+                for i in range(len(others) - 1, -1, -1):
+                    if dominates(node, others[i]):
+                        others.pop(i).dead = True
+                if not others:
+                    empty.append(other_place)
+        for other_place in empty:
+            del self.places[other_place]
+        self.places.setdefault(place, []).append(node)
+        return True
+
+    def nodes(self) -> list[N]:
+        return [node for nodes in self.places.values() for node in nodes]
+
+
+def beam(domain: Domain[N], width: int, statistics: Statistics) -> N | None:
+    """A good solution: level by level, the `width` nodes of least estimate. None where all of them end."""
+    start = domain.start()
+    nodes = [start] if start is not None else []
+    for _ in range(domain.depth):
+        front: Front[N] = Front(domain)
+        for node in nodes:
+            statistics.expansions += 1
+            for successor in domain.successors(node, float("inf")):
+                statistics.generated += 1
+                statistics.dominated += not front.admit(successor)
+        nodes = heapq.nsmallest(width, front.nodes(), key=lambda n: n.estimate)
+    return min(nodes, key=lambda n: n.estimate, default=None)
+
+
+def search(domain: Domain[N], statistics: Statistics, incumbent: N | None = None) -> N | None:
+    """An optimal solution, or `incumbent` where nothing is better; None if there is no solution at all."""
+    best = incumbent
+    limit = best.estimate * (1 - TOLERANCE) if best is not None else float("inf")
+    fronts: list[Front[N]] = [Front(domain) for _ in range(domain.depth + 1)]
+    start = domain.start()
+    if start is None:
+        return best
+    queue: list[tuple[float, int, int, N]] = [(start.estimate, 0, 0, start)]
+    count = 0
+    while queue:
+        estimate, _, _, node = heapq.heappop(queue)
+        if estimate >= limit:
+            statistics.bounded += len(queue) + 1
+            break
+        if node.dead:
+            continue
+        if node.level == domain.depth:
+            return node
+        statistics.expansions += 1
+        for successor in domain.successors(node, limit):
+            statistics.generated += 1
+            if successor.estimate >= limit:
+                statistics.bounded += 1
+            elif not fronts[successor.level].admit(successor):
+                statistics.dominated += 1
+            else:
+                count += 1
+                # of equal estimates the deeper one first: it is nearer to an answer
+                heapq.heappush(queue, (successor.estimate, -successor.level, count, successor))
+    return best

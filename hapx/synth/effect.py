@@ -1,0 +1,104 @@
+"""What a step does to the cost of a partial program, in a normal form that composes and compares.
+
+A partial program has a cost and, for each direction (forward, backward), the pending compute p of the running phase, one number per device
+kind. A direction of a step either adds to it (`pre` is None): p <- p + post, or cuts it: cost += max_j (p + pre)_j, p <- post. Everything that
+is known not to depend on p (collectives, phases inside the step, synchronisation) is in `const`. So, over all phases i of a program,
+
+    sum of all const and max = sum_i comm_i + max_j comp_ij          (HAP section 5, equation for t(Q, B) at fixed ratios B).
+
+Invariant: effects compose associatively, and `excess(a, b) <= 0` means that replacing b by a never makes any program slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import add, le, sub
+from typing import Literal, NamedTuple
+
+Vector = tuple[float, ...]
+INFINITY = float("inf")
+
+
+class Effect(NamedTuple):
+    """`const` seconds; per direction `pre` (None: the phase is not cut) and `post`; `memory` bytes per kind that stay allocated."""
+
+    const: float
+    forward_pre: Vector | None
+    forward: Vector
+    backward_pre: Vector | None
+    backward: Vector
+    memory: Vector
+
+    @property
+    def weight(self) -> float:
+        """A number to sort by: the seconds on an average kind."""
+        n = len(self.forward)
+        pending = sum(self.forward) + sum(self.backward) + sum(self.forward_pre or ()) + sum(self.backward_pre or ())
+        return self.const + pending / n
+
+
+def nothing(kinds: int) -> Effect:
+    zero = (0.0,) * kinds
+    return Effect(0.0, None, zero, None, zero, zero)
+
+
+def plus(a: Vector, b: Vector) -> Vector:
+    return tuple(map(add, a, b))
+
+
+def compose(a: Effect, b: Effect) -> Effect:
+    """First a, then b."""
+    forward_const, forward_pre, forward = _direction(a.forward_pre, a.forward, b.forward_pre, b.forward)
+    backward_const, backward_pre, backward = _direction(a.backward_pre, a.backward, b.backward_pre, b.backward)
+    const = a.const + b.const + forward_const + backward_const
+    return Effect(const, forward_pre, forward, backward_pre, backward, plus(a.memory, b.memory))
+
+
+def _direction(a_pre: Vector | None, a: Vector, b_pre: Vector | None, b: Vector) -> tuple[float, Vector | None, Vector]:
+    if b_pre is None:
+        return 0.0, a_pre, plus(a, b)
+    if a_pre is None:
+        return 0.0, plus(a, b_pre), b
+    return max(map(add, a, b_pre)), a_pre, b
+
+
+def excess(a: Effect, b: Effect) -> float:
+    """An upper bound, over all pending vectors and all continuations, of what a costs more than b."""
+    const = a.const - b.const
+    forward = _excess(a.forward_pre, a.forward, b.forward_pre, b.forward)
+    return const + forward + _excess(a.backward_pre, a.backward, b.backward_pre, b.backward)
+
+
+def _excess(a_pre: Vector | None, a: Vector, b_pre: Vector | None, b: Vector) -> float:
+    if a_pre is None:
+        # p + a against: max(p + b_pre) paid and b left; max(p + a - b) <= max(p + b_pre) + max(a - b - b_pre)
+        return max(map(sub, a, b)) if b_pre is None else max(map(sub, map(sub, a, b), b_pre))
+    if b_pre is None:
+        return INFINITY  # a pays max(p), b may hide it: it depends on p
+    return max(map(sub, a_pre, b_pre)) + max(map(sub, a, b))
+
+
+def cheaper(a: Effect, b: Effect, memory: bool) -> bool:
+    """Whether a can always stand for b (`memory`: bytes count too)."""
+    return excess(a, b) <= 1e-13 * b.weight and (not memory or all(map(le, a.memory, b.memory)))
+
+
+Event = tuple[Literal["forward", "backward", "synchronise"], Vector, bool]
+
+
+def effect(events: Iterable[Event], forward: Vector, backward: Vector, memory: Vector) -> Effect:
+    """The effect of communications (direction, value per kind, cuts) in order, followed by compute. A collective that cuts takes the
+    maximum over kinds; "synchronise" also does, but cuts nothing."""
+    zero = (0.0,) * len(forward)
+    result = Effect(0.0, None, zero, None, zero, memory)
+    for direction, value, cuts in events:
+        cost = max(value)
+        if direction == "synchronise":
+            result = result._replace(const=result.const + cost)
+        elif direction == "forward":
+            step = Effect(cost, zero, zero, None, zero, zero) if cuts else Effect(0.0, None, value, None, zero, zero)
+            result = compose(result, step)
+        else:
+            step = Effect(cost, None, zero, zero, zero, zero) if cuts else Effect(0.0, None, zero, None, value, zero)
+            result = compose(result, step)
+    return compose(result, Effect(0.0, None, forward, None, backward, zero))

@@ -1,0 +1,344 @@
+"""The synthesis problem of a theory, coded in integers.
+
+In: a Theory, its CostModel, a Restriction, and the placements in which parameters are stored already, if any. Out: a `Problem`: one step per node
+of the graph, in order, then one step per output. A step reads *slots* (distinct tensors) and makes *outputs*; its *choices* are the triples of the
+node (or the allowed placements of the output). Steps that are alike share one `StepClass`, and tensors that are alike one `TensorTable`.
+
+What a partial program has is one int: every value that is live has a fixed range of bits, bit p saying that it is (or is, for free) in its
+placement p. A parameter that is used once, an input and a constant need no bits: the first is placed where it is used, the others are whole
+everywhere, from which every placement is free.
+
+Invariant: the choices of a step are exactly the triples of the theory that the restriction allows; nothing depends on ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hapx.cost.memory import kept
+from hapx.cost.model import CostModel, StepCost
+from hapx.errors import PlanError
+from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef
+from hapx.plan import Triple
+from hapx.restriction import Restriction
+from hapx.states import REPLICATED, Cut, Placement, Sharded
+from hapx.synth.tables import StepTerms, TensorTable, TermTable, shards
+from hapx.theory.triple import Theory
+
+SFB = "hapx.linear_sfb"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor that a step reads. fixed: it is not tracked (mask known: 0 for a parameter's only use, everything for inputs); live: it is
+    tracked and used again later."""
+
+    table: TensorTable
+    fixed: int | None
+    live: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A tensor that a step makes; live: it is used later."""
+
+    table: TensorTable
+    live: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A triple: (slot, placement) per operand, placement per output, cost."""
+
+    index: int
+    needs: tuple[tuple[int, int], ...]
+    gives: tuple[int, ...]
+    cost: StepCost | None
+    step: StepTerms
+
+
+@dataclass(slots=True)
+class StepClass:
+    """Steps that are alike in everything but names. Tracked parts (live slots, then live results) are laid out in `offsets`."""
+
+    slots: tuple[Slot, ...]
+    results: tuple[Result, ...]
+    choices: tuple[Choice, ...]
+    slot_offsets: tuple[int, ...] = ()
+    result_offsets: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        at, offsets = 0, []
+        for part in (*self.slots, *self.results):
+            offsets.append(at if part.live else -1)
+            at += len(part.table.placements) if part.live else 0
+        self.slot_offsets, self.result_offsets = tuple(offsets[: len(self.slots)]), tuple(offsets[len(self.slots) :])
+
+
+@dataclass(slots=True)
+class Step:
+    """A node (or output) of the graph: its class, names, and where its tensors have their bits in a partial program (-1: nowhere)."""
+
+    kind: StepClass
+    tensors: tuple[str, ...]
+    outputs: tuple[str, ...]
+    slot_shifts: tuple[int, ...]
+    result_shifts: tuple[int, ...]
+    keep: int = -1  # bits that survive the step
+    reads: int = 0  # bits of its slots
+    live: tuple[tuple[str, TensorTable, int], ...] = ()  # values that are live before it
+
+
+@dataclass(slots=True)
+class Problem:
+    """`steps[:num_nodes]` are the nodes, the others the graph's outputs. `start`: bits before the first step. `unused`: parameters that no step
+    reads, with the placement they are stored in."""
+
+    theory: Theory
+    costs: CostModel
+    restriction: Restriction
+    tables: dict[str, TensorTable]
+    terms: TermTable
+    steps: tuple[Step, ...]
+    num_nodes: int
+    start: int
+    unused: dict[str, Placement]
+    cuts: frozenset[Cut]
+    triples: list[list[Triple]]
+    classes: list[StepClass] = field(default_factory=list)
+
+
+def build(theory: Theory, costs: CostModel, restriction: Restriction, given: Mapping[str, Placement] | None = None) -> Problem:
+    """The problem of a theory. Raises PlanError where the restriction leaves a node without a triple."""
+    return _Builder(theory, costs, restriction, given or {}).problem()
+
+
+def sources(graph: Graph) -> list[TensorRef]:
+    """Inputs and stored constants: whole on every device from the start. (Constants that a node makes are values like any other.)"""
+    return [r for r in graph.refs.values() if r.kind in (Kind.INPUT, Kind.CONSTANT) and r.name not in graph.producer]
+
+
+class _Builder:
+    def __init__(self, theory: Theory, costs: CostModel, restriction: Restriction, given: Mapping[str, Placement]):
+        self.theory, self.costs, self.rule, self.given = theory, costs, restriction, given
+        self.graph: Graph = theory.graph
+        self.saved = kept(self.graph) if self.graph.mode == "train" else frozenset()
+        self.terms = TermTable(len(costs.kinds))
+        self.ids: dict[Placement, int] = {}
+        self.by_object: dict[int, int] = {}
+        self.placements: list[Placement] = []
+        self.triples = [self._filter(i, ts) for i, ts in enumerate(theory.triples)]
+        self.stored = {name: self._stored(name) for name in theory.stored}
+        self.classes: dict[Any, StepClass] = {}
+
+    def problem(self) -> Problem:
+        self.last, self.first = self._uses()
+        self.tables = self._tables()
+        steps, start = self._steps()
+        unused = {n: stored[0] for n, stored in self.stored.items() if n not in self.first}
+        cuts = frozenset(s.cut for p in self.placements for s in p.states if isinstance(s, Sharded) and s.cut.row.kind != "even")
+        return Problem(self.theory, self.costs, self.rule, self.tables, self.terms, steps, len(self.graph.nodes), start, unused, cuts,
+                       self.triples, list(self.classes.values()))  # fmt: skip
+
+    # -- what the restriction leaves -------------------------------------------------------------------------------------------------------------
+
+    def _filter(self, node: int, triples: tuple[Triple, ...]) -> list[Triple]:
+        kept = [t for t in triples if self._split_allowed(t)]
+        sfb = [t for t in kept if isinstance(t.body, OpCall) and t.body.op == SFB]
+        if self.rule.sfb == "never":
+            kept = [t for t in kept if not (isinstance(t.body, OpCall) and t.body.op == SFB)]
+        elif self.rule.sfb == "always" and sfb:
+            kept = sfb
+        if not kept:
+            raise PlanError(f"restriction {self.rule.name!r} leaves no way to run {self.graph.nodes[node]}", where=f"node {node}")
+        return kept
+
+    def _split_allowed(self, triple: Triple) -> bool:
+        if self.rule.split == "auto":
+            return True
+        batch = self.theory.batch
+        wanted = self.rule.split == "batch"
+        shards = ((p.tensor, s) for p in (*triple.pre, *triple.post) for s in p.placement.states if isinstance(s, Sharded))
+        return all(((name, s) in batch) == wanted for name, s in shards)
+
+    def _stored(self, name: str) -> tuple[Placement, ...]:
+        """Placements in which a parameter may be stored; "sharded": only those in the most shards, each with a unit for every device."""
+        if name in self.given:
+            return (self.given[name],)
+        options = self.theory.stored[name]
+        if not self.rule.storage.startswith("sharded"):
+            return options
+        sizes = self.theory.mesh.sizes
+        fitting = [p for p in options if all(not isinstance(s, Sharded) or s.cut.units >= sizes[a] for a, s in enumerate(p.states))] or list(options)
+        most = max(map(shards, fitting))
+        return tuple(p for p in fitting if shards(p) == most)
+
+    # -- tensors -------------------------------------------------------------------------------------------------------------------------------
+
+    def _uses(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Per tensor the last and the first step that reads it."""
+        last: dict[str, int] = {}
+        first: dict[str, int] = {}
+        reads: list[Sequence[str]] = [[p.tensor for p in ts[0].pre] for ts in self.triples]
+        reads += [[o.tensor] for o in self.graph.outputs]
+        for k, names in enumerate(reads):
+            for name in names:
+                first.setdefault(name, k)
+                last[name] = k
+        return last, first
+
+    def _id(self, placement: Placement) -> int:
+        number = self.by_object.get(id(placement))
+        if number is None:
+            number = self.ids.setdefault(placement, len(self.placements))
+            if number == len(self.placements):
+                self.placements.append(placement)
+            self.by_object[id(placement)] = number
+        return number
+
+    def _tables(self) -> dict[str, TensorTable]:
+        whole = Placement((REPLICATED,) * len(self.theory.mesh.axes))
+        found: dict[str, dict[int, None]] = {}
+        for triples in self.triples:
+            for triple in triples:
+                for p in triple.pre + triple.post:
+                    found.setdefault(p.tensor, {})[self._id(p.placement)] = None
+        extra = [*self.stored.items(), *self.theory.outputs.items()]
+        extra += [(r.name, (whole,)) for r in sources(self.graph)]
+        for name, placements in extra:
+            for p in placements:
+                found.setdefault(name, {})[self._id(p)] = None
+        shared: dict[Any, TensorTable] = {}
+        return {name: self._table(name, tuple(sorted(ids)), shared) for name, ids in found.items()}
+
+    def _table(self, name: str, ids: tuple[int, ...], shared: dict[Any, TensorTable]) -> TensorTable:
+        ref = self.graph.refs[name]
+        stored = tuple(self._id(p) for p in self.stored.get(name, ()))
+        key = (ref.shape, ref.dtype, ref.kind, ref.requires_grad, name in self.saved, ids, stored)
+        if key not in shared:
+            shared[key] = TensorTable(ref, [self.placements[i] for i in ids], self.stored.get(name, ()), self.costs, self.terms, self.theory.mesh,
+                                      self.rule, self.graph.mode == "train")  # fmt: skip
+        return shared[key]
+
+    # -- steps -----------------------------------------------------------------------------------------------------------------------------------
+
+    def _steps(self) -> tuple[tuple[Step, ...], int]:
+        bits = _Registers()
+        start = 0
+        for ref in sources(self.graph):
+            if ref.name in self.last and self._fixed(ref.name) is None:
+                table = self.tables[ref.name]
+                start |= table.closure(self._whole(table)) << bits.take(ref.name, table)
+        steps = [self._node(i, bits) for i in range(len(self.graph.nodes))]
+        steps += [self._output(len(self.graph.nodes) + i, bits) for i in range(len(self.graph.outputs))]
+        return tuple(steps), start
+
+    def _whole(self, table: TensorTable) -> int:
+        return table.number[Placement((REPLICATED,) * len(self.theory.mesh.axes))]
+
+    def _fixed(self, name: str) -> int | None:
+        """The mask of a tensor that needs no bits in partial programs, else None."""
+        table = self.tables[name]
+        if name in self.stored:
+            return 0 if self.first[name] == self.last[name] else None
+        if name not in self.graph.producer and table.closure(self._whole(table)) == table.full:
+            return table.full
+        return None
+
+    def _node(self, k: int, bits: _Registers) -> Step:
+        node, triples = self.graph.nodes[k], self.triples[k]
+        tensors = tuple(dict.fromkeys(p.tensor for p in triples[0].pre))
+        outputs = tuple(o.name for o in node.outputs)
+        slots = self._slots(k, tensors)
+        results = tuple(Result(self.tables[name], name in self.last) for name in outputs)
+        coded = tuple((tuple(self._id(p.placement) for p in t.pre), tuple(self._id(p.placement) for p in t.post), t.body.target if isinstance(t.body, OpCall) else "")
+                      for t in triples)  # fmt: skip
+        # the cost model gives one cost object to alike nodes: its identity tells apart what only it can see
+        key = (id(self.costs.instruction(triples[0])), _shape_of_call(node.call, tensors), self._regions(k), _keys(slots), tuple((id(r.table), r.live) for r in results),
+               tuple(tensors.index(p.tensor) for p in triples[0].pre), coded)  # fmt: skip
+        if key not in self.classes:
+            self.classes[key] = StepClass(slots, results, tuple(self._choice(i, t, tensors) for i, t in enumerate(triples)))
+        return self._step(k, self.classes[key], tensors, outputs, bits)
+
+    def _choice(self, index: int, triple: Triple, tensors: tuple[str, ...]) -> Choice:
+        needs = tuple(dict.fromkeys((tensors.index(p.tensor), self.tables[p.tensor].number[p.placement]) for p in triple.pre))
+        gives = tuple(self.tables[p.tensor].number[p.placement] for p in triple.post)
+        cost = self.costs.instruction(triple)
+        return Choice(index, needs, gives, cost, self.terms.step(cost))
+
+    def _output(self, k: int, bits: _Registers) -> Step:
+        name = self.graph.outputs[k - len(self.graph.nodes)].tensor
+        slots, table = self._slots(k, (name,)), self.tables[name]
+        allowed = tuple(table.number[p] for p in self.theory.outputs[name])
+        key = ("output", _keys(slots), allowed)
+        if key not in self.classes:
+            none = StepTerms(-1, -1, (), -1)
+            self.classes[key] = StepClass(slots, (), tuple(Choice(i, ((0, p),), (), None, none) for i, p in enumerate(allowed)))
+        return self._step(k, self.classes[key], (name,), (), bits)
+
+    def _slots(self, k: int, tensors: tuple[str, ...]) -> tuple[Slot, ...]:
+        return tuple(Slot(self.tables[n], fixed := self._fixed(n), fixed is None and self.last[n] > k) for n in tensors)
+
+    def _regions(self, k: int) -> tuple[Any, ...]:
+        return tuple((r.kind, r.options) for r in self.graph.regions if r.start <= k < r.stop)
+
+    def _step(self, k: int, kind: StepClass, tensors: tuple[str, ...], outputs: tuple[str, ...], bits: _Registers) -> Step:
+        live = bits.live()
+        reads, keep = 0, -1
+        shifts: list[int] = []
+        for name, slot in zip(tensors, kind.slots, strict=True):
+            if slot.fixed is not None:
+                shifts.append(-1)
+                continue
+            shift = bits.take(name, slot.table)
+            shifts.append(shift)
+            reads |= slot.table.full << shift
+            if not slot.live:
+                keep &= ~(slot.table.full << shift)
+        for name, slot in zip(tensors, kind.slots, strict=True):  # only now: a tensor read here must not share bits with one that appears here
+            if slot.fixed is None and not slot.live:
+                bits.release(name)
+        made = tuple(bits.take(name, r.table) if r.live else -1 for name, r in zip(outputs, kind.results, strict=True))
+        return Step(kind, tensors, outputs, tuple(shifts), made, keep, reads, live)
+
+
+class _Registers:
+    """Ranges of bits for live tensors, lowest free range first."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, tuple[int, TensorTable]] = {}
+
+    def take(self, name: str, table: TensorTable) -> int:
+        if name in self.taken:
+            return self.taken[name][0]
+        at = 0
+        for start, other in sorted(((s, len(t.placements)) for s, t in self.taken.values())):
+            if start - at >= len(table.placements):
+                break
+            at = max(at, start + other)
+        self.taken[name] = (at, table)
+        return at
+
+    def release(self, name: str) -> None:
+        del self.taken[name]
+
+    def live(self) -> tuple[tuple[str, TensorTable, int], ...]:
+        return tuple((name, table, shift) for name, (shift, table) in self.taken.items())
+
+
+def _keys(slots: tuple[Slot, ...]) -> tuple[Any, ...]:
+    return tuple((id(s.table), s.fixed, s.live) for s in slots)
+
+
+def _shape_of_call(call: OpCall, tensors: tuple[str, ...]) -> tuple[Any, ...]:
+    """The call with numbers of slots for names."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return ("slot", tensors.index(value.name) if value.name in tensors else -1)
+        # 1, 1.0 and True are equal as keys but not as arguments
+        return tuple(map(plain, value)) if isinstance(value, tuple) else (type(value).__name__, value)
+
+    return (call.target, *((name, plain(value)) for name, value in call.args))

@@ -1,0 +1,128 @@
+"""Conversions: paths of single-axis communications between two placements of one tensor.
+
+Every state converts to every other (the twenty pairs of `hapx.transposes`), forward and transposed. With several axes a path
+changes one axis at a time; which orders are legal follows from the nesting: the outer of two axes that split one dim alike may
+not enter or leave that state while the inner one splits it (the pieces would come out permuted).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import permutations, product
+
+from hapx.ir import FLOATING, TensorRef
+from hapx.layout import compatible
+from hapx.plan import Communication, Form, Mesh
+from hapx.states import INVARIANT, Invariant, Partial, Placement, Replicated, Sharded, State
+from hapx.transposes import backward_collective, forward_collective
+
+# collectives whose form is a choice
+FORMED = frozenset({"all_gather", "reduce_scatter"})
+
+
+def paths(ref: TensorRef, mesh: Mesh, source: Placement, target: Placement, forms: frozenset[str]) -> tuple[tuple[Communication, ...], ...]:
+    """All paths that change each axis once, in every legal order and with every allowed form.
+
+    `((),)` if nothing changes; `()` if there is no path."""
+    if source == target:
+        return ((),)
+    if ref.mutated:  # a converted copy would be written, not the buffer
+        return ()
+    # integers and booleans are never Partial unless a sum is meant; nothing makes or takes them as such
+    if ref.dtype not in FLOATING and any(isinstance(s, Partial) for s in (*source.states, *target.states)):
+        return ()
+    return _paths(ref.requires_grad, mesh, source, target, forms)
+
+
+@lru_cache(maxsize=None)
+def _paths(gradient: bool, mesh: Mesh, source: Placement, target: Placement, forms: frozenset[str]) -> tuple[tuple[Communication, ...], ...]:
+    changed = [a for a, (s, t) in enumerate(zip(source.states, target.states, strict=True)) if s != t]
+    found = []
+    for order in permutations(changed):
+        at, steps = source, []
+        for axis in order:
+            after = at.with_state(axis, target.states[axis])
+            if not _legal(at, after, axis):
+                break
+            steps.append([Communication(axis, at.states[axis], after.states[axis], f, gradient) for f in _forms(at.states[axis], after.states[axis], gradient, forms)])
+            at = after
+        else:
+            found += [tuple(p) for p in product(*steps)]
+    return tuple(dict.fromkeys(found))
+
+
+def _forms(source: State, target: State, gradient: bool, forms: frozenset[str]) -> tuple[Form, ...]:
+    used = {forward_collective(source, target)} | ({backward_collective(source, target)} if gradient else set())
+    if used & FORMED:
+        return tuple(f for f in (Form.PADDED, Form.GROUPED, Form.POINT_TO_POINT) if f.value in forms)
+    return (Form.NONE,)
+
+
+def _legal(before: Placement, after: Placement, axis: int) -> bool:
+    """Whether `axis` may change: no axis further inside splits the same factor, and the result nests."""
+    order = before.order()
+    for state in (before.states[axis], after.states[axis]):
+        if isinstance(state, Sharded):
+            for inner in order[order.index(axis) + 1 :]:
+                other = before.states[inner]
+                if isinstance(other, Sharded) and other.same_split(state):
+                    return False
+    return compatible(after.states)
+
+
+def step_is_legal(ref: TensorRef, before: Placement, communication: Communication) -> bool:
+    """Whether one communication may be applied to a tensor in placement `before` (for `replay`)."""
+    axis = communication.axis
+    if ref.mutated or not 0 <= axis < len(before.states) or before.states[axis] != communication.source or communication.source == communication.target:
+        return False
+    if communication.gradient != ref.requires_grad or (not ref.requires_grad and isinstance(communication.target, Invariant)):
+        return False
+    if communication.form not in _forms(communication.source, communication.target, communication.gradient, ALL_FORMS):
+        return False
+    if isinstance(communication.target, Sharded) and not _fits(ref, communication.target, axis):
+        return False
+    return _legal(before, before.with_state(axis, communication.target), axis)
+
+
+def _fits(ref: TensorRef, state: Sharded, axis: int) -> bool:
+    return (
+        state.cut.row.axis == axis
+        and 0 <= state.dim < len(ref.shape)
+        and state.outer * state.cut.units * state.inner == ref.shape[state.dim]
+    )
+
+
+ALL_FORMS = frozenset(f.value for f in Form)
+
+
+def free(ref: TensorRef, source: Placement, target: Placement) -> bool:
+    """Whether `target` follows from `source` without communication in either direction."""
+    if source == target:
+        return True
+    if ref.mutated:
+        return False
+    if ref.dtype not in FLOATING and any(isinstance(s, Partial) for s in target.states):
+        return False
+    return all(
+        s == t or (forward_collective(s, t) is None and (not ref.requires_grad or backward_collective(s, t) is None))
+        for s, t in zip(source.states, target.states, strict=True)
+    ) and _some_order(source, target)
+
+
+@lru_cache(maxsize=None)
+def _some_order(source: Placement, target: Placement) -> bool:
+    changed = [a for a, (s, t) in enumerate(zip(source.states, target.states, strict=True)) if s != t]
+    for order in permutations(changed):
+        at, legal = source, True
+        for axis in order:
+            after = at.with_state(axis, target.states[axis])
+            legal = legal and _legal(at, after, axis)
+            at = after
+        if legal:
+            return True
+    return False
+
+
+def whole(mesh: Mesh, invariant: bool) -> Placement:
+    """The placement in which every device has the whole tensor."""
+    return Placement(((INVARIANT if invariant else Replicated()),) * len(mesh.axes))

@@ -1,0 +1,177 @@
+"""Derivation of the background theory: all Hoare triples of a graph on a mesh (HAP section 4.1, lifted to several axes).
+
+In: a Graph and a Mesh. Out: a Theory. For one axis the triples of a node are its entry's rules with every site given its cut;
+they hold on each axis independently, so the triples on a mesh are the combinations whose placements exist (splits of one dim
+nest). Free conversions and communications are not listed: see `hapx.theory.conversion`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from hapx.errors import UnsupportedOperatorError
+from hapx.ir import Graph, Kind, Node, OpCall, TensorRef
+from hapx.layout import compatible
+from hapx.plan import Mesh, Triple
+from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Placement, Property, Sharded, State
+from hapx.theory.grains import Grains, find_grains, operands
+from hapx.theory.registry import LocalCall, Rule, Site, lookup
+from hapx.theory.triple import Theory
+
+
+class ReplicatedOperatorWarning(UserWarning):
+    """An operator without an entry runs whole on every device."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRule:
+    """A rule with its states on one axis."""
+
+    pre: tuple[State, ...]
+    post: tuple[State, ...]
+    variant: str
+    work: Cut | None
+
+
+def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None) -> Theory:
+    """The theory of `graph` on `mesh`.
+
+    Raises UnsupportedOperatorError for an operator without an entry that is random, in place or data-dependent; warns
+    (ReplicatedOperatorWarning) for any other operator without an entry.
+    """
+    grains = grains or find_grains(graph)
+    check_operators(graph)
+    triples = tuple(_node_triples(graph, mesh, grains, i) for i in range(len(graph.nodes)))
+    stored = {r.name: _stored(r, mesh, grains) for kind in (Kind.PARAMETER, Kind.BUFFER) for r in graph.of_kind(kind)}
+    outputs = {o.tensor: _allowed(graph, mesh, grains, o.tensor, o.role) for o in graph.outputs}
+    return Theory(graph, mesh, triples, stored, outputs, batch_cuts(graph, mesh, grains))
+
+
+def check_operators(graph: Graph) -> None:
+    """Refuse operators about which nothing can be said; name the ones that are only replicated."""
+    unknown: dict[str, Node] = {}
+    for node in graph.nodes:
+        if lookup(node.call) is None:
+            if node.tags:
+                raise UnsupportedOperatorError(
+                    f"{node.call.target} is {' and '.join(node.tags)} and has no rule",
+                    where=f"{node.module or 'model'} ({node.source})",
+                    hint="replace it by a deterministic operator, or register a rule for it",
+                )
+            unknown.setdefault(node.call.target, node)
+    for target, node in unknown.items():
+        warnings.warn(
+            f"{target} has no rule: it runs whole on every device (in {node.module or 'model'}, {node.source})", ReplicatedOperatorWarning, stacklevel=3
+        )
+
+
+def _node_triples(graph: Graph, mesh: Mesh, grains: Grains, index: int) -> tuple[Triple, ...]:
+    node = graph.nodes[index]
+    tensors = operands(graph, node)
+    per_axis = [_axis_rules(graph, mesh, grains, index, axis) for axis in range(len(mesh.axes))]
+    found: dict[tuple[tuple[Property, ...], tuple[Property, ...]], Triple] = {}
+    for combination in product(*per_axis):
+        pre = tuple(Placement(states) for states in zip(*(r.pre for r in combination), strict=True)) if tensors else ()
+        post = tuple(Placement(states) for states in zip(*(r.post for r in combination), strict=True))
+        if not all(compatible(p.states) for p in (*pre, *post)):
+            continue
+        body = _body(node, index, tensors, pre, post, tuple(r.variant for r in combination))
+        if body is None:
+            continue
+        triple = Triple(
+            index,
+            tuple(Property(t.name, p) for t, p in zip(tensors, pre, strict=True)),
+            tuple(Property(t.name, p) for t, p in zip(node.outputs, post, strict=True)),
+            body,
+            tuple(r.work for r in combination),
+        )
+        found.setdefault((triple.pre, triple.post), triple)
+    return tuple(found.values())
+
+
+def _body(
+    node: Node, index: int, tensors: tuple[TensorRef, ...], pre: tuple[Placement, ...], post: tuple[Placement, ...], variants: tuple[str, ...]
+) -> OpCall | None:
+    entry = lookup(node.call)
+    if entry is None or entry.body is None:
+        assert not any(variants), f"{node.call.target} has variants {variants} but no body"
+        return node.call
+    return entry.body(LocalCall(node, index, tensors, pre, post, variants))
+
+
+def _axis_rules(graph: Graph, mesh: Mesh, grains: Grains, index: int, axis: int) -> tuple[AxisRule, ...]:
+    node = graph.nodes[index]
+    tensors = operands(graph, node)
+    everything = (*tensors, *node.outputs)
+    found = {}
+    for rule in grains.rules[index]:
+        cut = _cut(mesh, grains, everything, rule, axis)
+        if cut is not None and cut.units == 1:
+            continue
+        states = tuple(_state(s, r, cut) for s, r in zip((*rule.operands, *rule.outputs), everything, strict=True))
+        found[states, rule.variant] = AxisRule(states[: len(tensors)], states[len(tensors) :], rule.variant, cut if rule.divides else None)
+    return tuple(found.values())
+
+
+def _cut(mesh: Mesh, grains: Grains, tensors: tuple[TensorRef, ...], rule: Rule, axis: int) -> Cut | None:
+    for ref, slot in zip(tensors, (*rule.operands, *rule.outputs), strict=True):
+        if isinstance(slot, Site):
+            return Cut(mesh.row(axis), grains.units[ref.name, slot])
+    return None
+
+
+def _state(slot: object, ref: TensorRef, cut: Cut | None) -> State:
+    if isinstance(slot, Site):
+        assert cut is not None
+        return Sharded(slot.dim, slot.outer, ref.shape[slot.dim] // (slot.outer * cut.units), cut)
+    if isinstance(slot, Invariant) and not ref.requires_grad:
+        return REPLICATED
+    return slot  # type: ignore[return-value]
+
+
+def _stored(ref: TensorRef, mesh: Mesh, grains: Grains) -> tuple[Placement, ...]:
+    """Placements in which a parameter or buffer may be kept: whole, or in shards of any of its sites, on each axis.
+
+    A shard is either cut as a computation uses it (compute rows) or only for keeping (storage rows; dim 0 or the first dim
+    with enough units)."""
+    keep: State = INVARIANT if ref.requires_grad else REPLICATED
+    per_axis: list[list[State]] = []
+    for axis, size in enumerate(mesh.sizes):
+        options: dict[State, None] = {keep: None}
+        for site, units in grains.sites_of.get(ref.name, ()):
+            if units > 1:
+                cut = Cut(mesh.row(axis), units)
+                options[Sharded(site.dim, site.outer, ref.shape[site.dim] // (site.outer * units), cut)] = None
+        for dim, extent in enumerate(ref.shape):
+            if extent >= size > 1 and ref.kind is Kind.PARAMETER:
+                options[Sharded(dim, 1, 1, Cut(mesh.row(axis, "storage"), extent))] = None
+                break
+        per_axis.append(list(options))
+    return tuple(p for p in (Placement(states) for states in product(*per_axis)) if compatible(p.states))
+
+
+def batch_cuts(graph: Graph, mesh: Mesh, grains: Grains) -> frozenset[tuple[str, Sharded]]:
+    """(tensor, state) pairs that split the batch."""
+    found = set()
+    for (name, site), number in grains.classes.items():
+        units = grains.units[name, site]
+        if number in grains.batch and units > 1:
+            ref = graph.refs[name]
+            for axis in range(len(mesh.axes)):
+                found.add((name, Sharded(site.dim, site.outer, ref.shape[site.dim] // (site.outer * units), Cut(mesh.row(axis), units))))
+    return frozenset(found)
+
+
+def _allowed(graph: Graph, mesh: Mesh, grains: Grains, tensor: str, role: str) -> tuple[Placement, ...]:
+    """Placements in which an output may be given: the loss Invariant, buffers whole, results as batch shares or whole."""
+    ref = graph.refs[tensor]
+    whole: State = INVARIANT if ref.requires_grad else REPLICATED
+    if role in ("loss", "buffer"):
+        return (Placement((whole,) * len(mesh.axes)),)
+    options: Mapping[int, list[State]] = {
+        axis: [whole, *(s for n, s in batch_cuts(graph, mesh, grains) if n == tensor and s.cut.row.axis == axis)] for axis in range(len(mesh.axes))
+    }
+    return tuple(p for p in (Placement(states) for states in product(*options.values())) if compatible(p.states))

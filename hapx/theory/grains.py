@@ -1,0 +1,141 @@
+"""Grains: into how many units each dim may be cut, decided for the whole graph before the theory is derived.
+
+In: a graph. Out: for every site (tensor, dim, outer) the number of units of its class. Invariant: sites joined by a rule (that is,
+by a triple without communication) have the same number of units, so equal cuts line up everywhere. 768 columns that are viewed as
+12 heads of 64 somewhere are cut in 12 units of 64 everywhere they are joined to.
+
+A class is a connected component of sites under the rules of all nodes; its units are the greatest common divisor of the block
+extents (size / outer) of its members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+
+import hapx.theory.ops  # noqa: F401  (fills the registry)
+from hapx.ir import Graph, Kind, Node, Ref, TensorRef
+from hapx.theory.registry import Context, Rule, Site, implied_rules, lookup
+
+MAX_PASSES = 64
+
+
+@dataclass(frozen=True)
+class Grains:
+    """`rules[i]`: rules of node i. `units`: by (tensor, site). `classes`: (tensor, site) -> class number. `batch`: classes of the batch."""
+
+    rules: tuple[tuple[Rule, ...], ...]
+    units: Mapping[tuple[str, Site], int]
+    classes: Mapping[tuple[str, Site], int]
+    batch: frozenset[int]
+
+    @cached_property
+    def sites_of(self) -> Mapping[str, tuple[tuple[Site, int], ...]]:
+        """Tensor -> its sites with their units."""
+        found: dict[str, tuple[tuple[Site, int], ...]] = {}
+        for (tensor, site), units in self.units.items():
+            found[tensor] = (*found.get(tensor, ()), (site, units))
+        return found
+
+
+def operands(graph: Graph, node: Node) -> tuple[TensorRef, ...]:
+    """Tensors of a node, one per occurrence in its arguments."""
+    return tuple(graph.refs[name] for name in node.call.refs())
+
+
+def find_grains(graph: Graph) -> Grains:
+    """Sites, classes and units of a graph."""
+    sites: dict[str, frozenset[Site]] = {
+        name: frozenset(Site(d) for d, size in enumerate(ref.shape) if size > 1) for name, ref in graph.refs.items()
+    }
+    rules = _fixpoint(graph, sites)
+    parent: dict[tuple[str, Site], tuple[str, Site]] = {(t, s): (t, s) for t, found in sites.items() for s in found}
+    limits: dict[tuple[str, Site], int] = {}
+    for node, node_rules in zip(graph.nodes, rules, strict=True):
+        tensors = (*operands(graph, node), *node.outputs)
+        for rule in node_rules:
+            members = [(r.name, s) for r, s in zip(tensors, (*rule.operands, *rule.outputs), strict=True) if isinstance(s, Site)]
+            for member in members[1:]:
+                _union(parent, members[0], member)
+            if members and rule.limit:
+                limits[members[0]] = gcd(limits.get(members[0], 0), rule.limit)
+    return _collect(graph, rules, parent, limits)
+
+
+def _fixpoint(graph: Graph, sites: dict[str, frozenset[Site]]) -> tuple[tuple[Rule, ...], ...]:
+    """Rules of all nodes; sites named by a rule are added until nothing changes. Alike nodes share the work."""
+    cache: dict[object, tuple[Rule, ...]] = {}
+    rules: list[tuple[Rule, ...]] = [()] * len(graph.nodes)
+    dirty = set(range(len(graph.nodes)))
+    for _ in range(MAX_PASSES):
+        if not dirty:
+            return tuple(rules)
+        order = sorted(dirty) if _ % 2 == 0 else sorted(dirty, reverse=True)
+        dirty = set()
+        for i in order:
+            node = graph.nodes[i]
+            tensors = (*operands(graph, node), *node.outputs)
+            key = _signature(node, tensors, sites)
+            if key not in cache:
+                context = Context(node, tensors[: len(tensors) - len(node.outputs)], sites)
+                entry = lookup(node.call)
+                implied = implied_rules(context) if entry is None or entry.implied else ()
+                cache[key] = tuple(dict.fromkeys((*implied, *(entry.rules(context) if entry else ()))))
+            rules[i] = cache[key]
+            for slot_of in rules[i]:
+                for ref, slot in zip(tensors, (*slot_of.operands, *slot_of.outputs), strict=True):
+                    if isinstance(slot, Site) and slot not in sites[ref.name]:
+                        sites[ref.name] |= {slot}
+                        dirty |= set(graph.consumers[ref.name])
+                        if ref.name in graph.producer:
+                            dirty.add(graph.producer[ref.name])
+    raise AssertionError("sites do not settle")
+
+
+def _signature(node: Node, tensors: tuple[TensorRef, ...], sites: Mapping[str, frozenset[Site]]) -> object:
+    """Equal for nodes whose rules are equal."""
+    args = tuple((k, _anonymous(v)) for k, v in node.call.args)
+    return node.call.target, args, tuple((t.shape, t.dtype, t.requires_grad, sites[t.name]) for t in tensors)
+
+
+def _anonymous(value: object) -> object:
+    if isinstance(value, Ref):
+        return Ref
+    if isinstance(value, tuple):
+        return tuple(map(_anonymous, value))
+    return value if not isinstance(value, float) else (float, value)
+
+
+def _find(parent: dict[tuple[str, Site], tuple[str, Site]], x: tuple[str, Site]) -> tuple[str, Site]:
+    while parent[x] != x:
+        parent[x] = parent[parent[x]]
+        x = parent[x]
+    return x
+
+
+def _union(parent: dict[tuple[str, Site], tuple[str, Site]], a: tuple[str, Site], b: tuple[str, Site]) -> None:
+    parent[_find(parent, a)] = _find(parent, b)
+
+
+def _collect(
+    graph: Graph,
+    rules: tuple[tuple[Rule, ...], ...],
+    parent: dict[tuple[str, Site], tuple[str, Site]],
+    limits: Mapping[tuple[str, Site], int],
+) -> Grains:
+    number: dict[tuple[str, Site], int] = {}
+    classes, unit_of = {}, {}
+    for member in parent:
+        root = _find(parent, member)
+        classes[member] = number.setdefault(root, len(number))
+        tensor, site = member
+        extent = graph.refs[tensor].shape[site.dim] // site.outer
+        unit_of[classes[member]] = gcd(unit_of.get(classes[member], 0), extent)
+    for member, limit in limits.items():
+        unit_of[classes[member]] = gcd(unit_of[classes[member]], limit)
+    batch = frozenset(
+        classes[r.name, Site(0)] for r in graph.of_kind(Kind.INPUT) if r.shape and r.shape[0] == graph.batch > 1
+    )
+    return Grains(rules, {m: unit_of[c] for m, c in classes.items()}, classes, batch)

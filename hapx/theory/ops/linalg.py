@@ -1,0 +1,119 @@
+"""Matrix products, attention and convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hapx.ir import OpCall
+from hapx.plan import Axes, LocalBlock, LocalIndices
+from hapx.states import INVARIANT
+from hapx.theory.registry import Context, LocalCall, Rule, Site, Slot, op
+
+# --- sufficient factor broadcasting (HAP section 2.2) ---------------------------------------------------------------
+
+
+def linear_sfb_rules(context: Context) -> Iterable[Rule]:
+    """Rows of the input split, parameters Invariant: backward gathers input and output cotangent instead of reducing gradients."""
+    source, weight, bias = context.operands[0], context.operands[1], context.operands[2:]
+    if not (weight.requires_grad and all(b.requires_grad for b in bias) and len(source.shape) > 1):
+        return
+    for dim in range(len(source.shape) - 1):
+        for outer in context.outers([(source, dim), (context.node.outputs[0], dim)]):
+            if source.shape[dim] % outer == 0 and source.shape[dim] // outer > 1:
+                parameters: tuple[Slot, ...] = (INVARIANT,) * (1 + len(bias))
+                yield Rule((Site(dim, outer), *parameters), (Site(dim, outer),), "sfb", divides=True)
+
+
+def linear_body(local: LocalCall) -> OpCall | None:
+    axes = local.axes("sfb")
+    if not axes:
+        return local.node.call
+    if len(axes) > 1:
+        return None  # one gather per instruction
+    (axis,) = axes
+    for other in range(len(local.variants)):
+        # an Invariant parameter on another axis would need its own gather
+        if other != axis and local.pre[1].states[other] == INVARIANT and local.pre[0].states[other] != INVARIANT:
+            return None
+    block = LocalBlock(axis, local.pre[0])
+    return OpCall("hapx.linear_sfb", (*local.node.call.args, ("gather", Axes(axes)), ("block", block)))
+
+
+op(
+    "aten.linear",
+    "input: * k, weight: n k, bias: n -> * n",
+    sum="k",
+    linear="input bias | weight bias",
+    addend="bias",
+    extra=linear_sfb_rules,
+    body=linear_body,
+)
+op("aten.mm", "self: m k, mat2: k n -> m n", sum="k", linear="self | mat2")
+op("aten.bmm", "self: b m k, mat2: b k n -> b m n", sum="k", linear="self | mat2")
+op("aten.addmm", "self: * n, mat1: m k, mat2: k n -> m n", sum="k", linear="self mat1 | self mat2", addend="self")
+op("aten.baddbmm", "self: * m n, batch1: b m k, batch2: b k n -> b m n", sum="k", linear="self batch1 | self batch2", addend="self")
+op("aten.mv", "self: m k, vec: k -> m", sum="k", linear="self | vec")
+op("aten.dot", "self: k, tensor: k -> ", sum="k", linear="self | tensor")
+
+
+def matmul_signature(context: Context) -> str:
+    """torch.matmul by the ranks of its operands."""
+    left, right = (len(r.shape) for r in context.operands)
+    first = "k" if left == 1 else "* m k"
+    second = "k" if right == 1 else ("k n" if right == 2 else "* k n")
+    result = f"{'*' if max(left, right) > 2 or left > 1 and right == 1 else ''} {'m' if left > 1 else ''} {'n' if right > 1 else ''}"
+    return f"self: {first}, other: {second} -> {result}"
+
+
+op("aten.matmul", matmul_signature, sum="k", linear="self | other")
+
+# --- attention ----------------------------------------------------------------------------------------------------------
+
+
+def attention_signature(context: Context) -> str:
+    """Queries may be split too where no causal mask ties them to their position."""
+    q = "Q" if context.call.get("is_causal") else "q"
+    mask = f", attn_mask: * {q} K" if context.position("attn_mask") is not None else ""
+    return f"query: * {q} D, key: * K D, value: * K e{mask} -> * {q} e"
+
+
+def attention_body(local: LocalCall) -> OpCall | None:
+    """With dropout, masks are functions of the global position (never the device's generator)."""
+    call = local.node.call
+    if not call.get("dropout_p"):
+        return call
+    query, key = local.operands[0], local.operands[1]
+    if call.get("enable_gqa"):
+        scores = (*query.shape[:-1], key.shape[-2])
+    else:
+        scores = (*local.node.outputs[0].shape[:-1], key.shape[-2])
+    where = local.post[0]
+    if any(getattr(s, "dim", None) == len(scores) - 1 for s in where.states):
+        return None  # a split head width has no score dim
+    args = (*call.args, ("call", local.index), ("indices", LocalIndices(scores, where)), ("shape", scores), ("rng", None))
+    return OpCall("hapx.attention_dropout", args)
+
+
+op("aten.scaled_dot_product_attention", attention_signature, linear="value", body=attention_body)
+
+# --- convolution --------------------------------------------------------------------------------------------------------
+
+SPATIAL = {1: "W", 2: "H W", 3: "T H W"}
+
+
+def convolution_signature(context: Context) -> str:
+    spatial = SPATIAL[len(context.operands[1].shape) - 2]
+    kernel = " ".join(f"K{s}" for s in spatial.split())
+    if context.call.get("groups") != 1:
+        return f"input: b C {spatial}, weight: N G {kernel}, bias: N -> b N {spatial}"
+    return f"input: b c {spatial}, weight: n c {kernel}, bias: n -> b n {spatial}"
+
+
+op(
+    "aten.conv1d.default aten.conv2d.default aten.conv3d.default",
+    convolution_signature,
+    sum="c",
+    linear="input bias | weight bias",
+    addend="bias",
+)
+

@@ -1,0 +1,26 @@
+"""The background theory of a graph on a mesh: all its Hoare triples, as data (HAP section 4.1, generalised to several axes).
+
+`triples[i]` are those of node i. Conversions are not listed: `hapx.theory.conversion` says which exist between two placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hapx.ir import Graph
+from hapx.plan import Mesh, Triple
+from hapx.states import Placement, Sharded
+
+
+@dataclass(frozen=True)
+class Theory:
+    """`stored`: for each parameter and buffer, the placements it may be kept in (Invariant or Sharded on each axis).
+    `outputs`: for each output tensor of the graph, the placements in which it may be given. `batch`: (tensor, state) pairs that split the batch."""
+
+    graph: Graph
+    mesh: Mesh
+    triples: tuple[tuple[Triple, ...], ...]
+    stored: Mapping[str, tuple[Placement, ...]]
+    outputs: Mapping[str, tuple[Placement, ...]]
+    batch: frozenset[tuple[str, Sharded]]

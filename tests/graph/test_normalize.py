@@ -1,0 +1,255 @@
+"""Normal form: in-place writes, aliases, constants, buffers, rewritten operators; each case is compared with the module itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.interpret import run_module
+from torch import Tensor, nn
+
+from hapx.errors import CaptureError, HapError, UnsupportedOperatorError
+from hapx.graph.capture import capture
+from hapx.ir import Graph, Kind
+
+
+class Model(nn.Module):
+    """`body(self, h)` between a linear layer and a mean; with a buffer."""
+
+    def __init__(self, body: Callable[[Model, Tensor], Tensor]):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.randn(4, 4, generator=generator))
+        self.register_buffer("state", torch.ones(4, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.plain = torch.arange(4.0, dtype=torch.float64)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.linear(x)).square().mean()
+
+
+def inputs() -> Tensor:
+    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def check(body: Callable[[Model, Tensor], Tensor]) -> Graph:
+    model = Model(body)
+    graph = capture(model, (inputs(),))
+    reference = copy.deepcopy(model)
+    expected = reference(inputs())
+    values = run_module(graph, model, (inputs(),))
+    assert torch.equal(values[graph.loss], expected)
+    expected.backward()
+    values[graph.loss].backward()
+    for (name, a), (_, b) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    for (name, a), (_, b) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
+        assert torch.equal(a, b), name
+    assert not any(n.call.op.endswith("_") for n in graph.nodes)
+    return graph
+
+
+def chain(m: Model, h: Tensor) -> Tensor:
+    y = h * 2
+    z = y.add_(1).mul_(m.plain)
+    assert z is y
+    F.relu(y, inplace=True)
+    y[y > 2] = 0.5
+    y.clamp_(max=1.5)
+    return y + h
+
+
+def masked(m: Model, h: Tensor) -> Tensor:
+    scores = h @ h.T
+    scores.masked_fill_(torch.ones(3, 3, dtype=torch.bool).triu(1), float("-inf"))
+    return scores.softmax(-1) @ h
+
+
+def whole_fill(m: Model, h: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    out.copy_(h.sum(0))
+    out += 1
+    return out * torch.zeros(3, 4).fill_(2).double()
+
+
+def view_first(m: Model, h: Tensor) -> Tensor:
+    y = (h * 2).view(-1)  # the tensor under the view is not read again
+    y.mul_(3)
+    return y.view(3, 4)
+
+
+def two_names(m: Model, h: Tensor) -> Tensor:
+    y = F.dropout(h + 1, p=0.0)  # y is the very tensor h + 1
+    w = y.alias() if hasattr(y, "alias") else y
+    y.exp_()
+    return w + y
+
+
+def fresh_constants(m: Model, h: Tensor) -> Tensor:
+    a, b = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    a.add_(1)
+    return h * a.to(h) - b.to(h.device, torch.float64)
+
+
+def buffers(m: Model, h: Tensor) -> Tensor:
+    m.count += 1
+    m.state.mul_(0.5).add_(h.detach().mean(0))
+    out = h * m.state
+    m.state = m.state + 1
+    return out / m.count
+
+
+def buffer_with_gradient(m: Model, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.state.copy_(h[0])
+    return h + m.state
+
+
+def attribute(m: Model, h: Tensor) -> Tensor:
+    return h * m.plain + torch.tensor(2.0)
+
+
+def multiple(m: Model, h: Tensor) -> Tensor:
+    values, index = h.topk(2, dim=-1)
+    a, b, *_ = h.unbind(0)
+    c, d = h.chunk(2, dim=1)
+    e, f = torch.broadcast_tensors(a, c.repeat(1, 2))
+    return values.sum() + (a * b).sum() + (c - d).sum() + e * f + index.float().mean() * 0
+
+
+def casts(m: Model, h: Tensor) -> Tensor:
+    return h.float().to(torch.bfloat16).to("cpu").to(h).type_as(h) + h.to("cpu", torch.float32)
+
+
+CASES = [chain, masked, whole_fill, view_first, two_names, fresh_constants, buffers, buffer_with_gradient, attribute, multiple, casts]
+
+
+@pytest.mark.parametrize("body", CASES, ids=lambda f: f.__name__)
+def test_same_as_the_module(body: Callable[[Model, Tensor], Tensor]) -> None:
+    check(body)
+
+
+def test_single_assignment_and_order() -> None:
+    graph = check(chain)
+    seen = set(graph.refs) - {o.name for n in graph.nodes for o in n.outputs}
+    for node in graph.nodes:
+        assert set(node.call.refs()) <= seen
+        assert not seen & {o.name for o in node.outputs}
+        seen |= {o.name for o in node.outputs}
+
+
+def test_no_assertions_getitem_or_devices() -> None:
+    graph = check(casts)
+    assert {n.call.op for n in graph.nodes} <= {"aten.linear", "aten.to", "aten.add", "aten.pow", "aten.mean", "aten.square"}
+    assert {n.call.target for n in graph.nodes if n.call.op == "aten.to"} == {"aten.to.dtype"}
+    assert not any("device" in str(v) for n in graph.nodes for _, v in n.call.args)
+
+
+def test_broadcast_becomes_expand() -> None:
+    graph = check(multiple)
+    (expand,) = (n for n in graph.nodes if n.call.op == "aten.expand")
+    assert expand.call["size"] == (3, 4)
+
+
+def test_constants_and_buffers() -> None:
+    graph = check(attribute)
+    assert sorted(graph.constants.values()) == [(0.0, 1.0, 2.0, 3.0), (2.0,)]
+    assert all(graph.refs[name].kind is Kind.CONSTANT for name in graph.constants)
+    outputs = {o.target: o.tensor for o in check(buffers).outputs if o.role == "buffer"}
+    assert set(outputs) == {"state", "count"}
+
+
+def test_values_without_inputs_are_constants() -> None:
+    def body(m: Model, h: Tensor) -> Tensor:
+        mask = torch.ones(3, 4, dtype=torch.float64).tril() * 2
+        return h * mask + torch.rand(3, 4, dtype=torch.float64)
+
+    graph = capture(Model(body), (inputs(),))
+    kinds = {n.call.op: n.outputs[0].kind for n in graph.nodes}
+    assert kinds["aten.tril"] is kinds["aten.ones"] is Kind.CONSTANT
+    assert kinds["aten.rand"] is kinds["aten.add"] is Kind.VALUE
+
+
+def test_dead_code() -> None:
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+            self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.norm(x.sin())  # its statistics are a result, its values are not
+            self.linear(x).exp()
+            return self.linear(x).mean()
+
+    graph = capture(Dead(), (inputs(),))
+    assert [n.call.op for n in graph.nodes] == ["aten.sin", "aten.add", "aten.batch_norm", "aten.linear", "aten.mean"]
+    assert [n.call.op for n in capture(Dead(), (inputs(),), training=False).nodes] == ["aten.linear", "aten.mean"]
+
+
+# -- refused --------------------------------------------------------------------------------------------------------------------------
+
+
+def column(m: Model, h: Tensor) -> Tensor:
+    y = h * 2
+    y[:, 0] = 3.0
+    return y
+
+
+def stale(m: Model, h: Tensor) -> Tensor:
+    y = h * 2
+    row = y[0]
+    y.add_(1)
+    return row
+
+
+def parameter(m: Model, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.linear.weight.clamp_(-1, 1)
+    return h
+
+
+def under_no_grad(m: Model, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h.mul_(2)
+    return h
+
+
+def random_write(m: Model, h: Tensor) -> Tensor:
+    return h * torch.empty(3, 4, dtype=torch.float64).uniform_()
+
+
+REFUSED = [
+    (column, UnsupportedOperatorError, "another view is read later"),
+    (stale, UnsupportedOperatorError, "another view is read later"),
+    (parameter, CaptureError, "changes the parameter 'linear.weight'"),
+    (under_no_grad, CaptureError, "needs a gradient, under no_grad"),
+    (random_write, UnsupportedOperatorError, "aten.uniform_.default writes into a tensor"),
+]
+
+
+@pytest.mark.parametrize(("body", "error", "message"), REFUSED, ids=lambda v: getattr(v, "__name__", ""))
+def test_refused(body: Callable[[Model, Tensor], Tensor], error: type[HapError], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        capture(Model(body), (inputs(),))
+    assert "test_normalize.py:" in str(caught.value)
+
+
+def test_write_to_an_input_is_refused() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x -= 1
+            return self.linear(x).mean()
+
+    with pytest.raises(CaptureError, match=r"changes the input 'x' in place.*clone"):
+        capture(Centred(), (inputs(),))

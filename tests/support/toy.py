@@ -1,0 +1,152 @@
+"""Small random theories with random costs, for tests of the search and the balancer: not models, only their combinatorics."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hapx.cost.model import CommunicationCost, StepCost
+from hapx.cost.terms import Piece, Term
+from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef
+from hapx.layout import compatible
+from hapx.plan import Axis, Communication, Mesh, Triple
+from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Property, Sharded, State
+from hapx.theory.triple import Theory
+from hapx.transposes import backward_collective, forward_collective
+
+FLAT = Mesh("flat", (Axis("devices", 4, "devices"),), (0, 1, 2, 3), 0)
+SQUARE = Mesh("2x2", (Axis("machines", 2, "machines"), Axis("devices", 2, "devices")), (0, 1, 2, 3), 0)
+UNITS = (8, 6)
+
+
+def sharded(mesh: Mesh, axis: int, dim: int, kind: str = "compute") -> Sharded:
+    return Sharded(dim, 1, 1, Cut(mesh.row(axis, kind), UNITS[dim]))  # type: ignore[arg-type]
+
+
+def placements(mesh: Mesh, gradient: bool, states_per_axis: int, rng: random.Random) -> tuple[Placement, ...]:
+    """A few placements, at random."""
+    per_axis: list[list[State]] = []
+    for axis in range(len(mesh.axes)):
+        states: list[State] = [REPLICATED, sharded(mesh, axis, 0), sharded(mesh, axis, 1), PARTIAL] + ([INVARIANT] if gradient else [])
+        per_axis.append(rng.sample(states, states_per_axis))
+    found = [Placement(())]
+    for states in per_axis:
+        found = [Placement((*p.states, s)) for p in found for s in states]
+    return tuple(p for p in found if compatible(p.states))
+
+
+@dataclass
+class ToyCosts:
+    """Costs that are a random function of what a step is (never of names, so that alike steps cost alike)."""
+
+    mesh: Mesh
+    seed: int
+    kinds: tuple[tuple[int, ...], ...]
+    roofline: bool = True
+    memory: bool = True
+    graph: Graph | None = None
+    sizes: tuple[int, ...] = field(init=False)
+    capacity: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sizes = tuple(map(len, self.kinds))
+        self.capacity = np.full(len(self.kinds), 1e9)
+
+    def term(self, what: str, scale: float, cuts: tuple[Cut, ...] = ()) -> Term:
+        rng = random.Random(f"{self.seed} {what}")
+        pieces = []
+        for _ in range(2 if self.roofline and cuts else 1):
+            slopes = tuple((c, tuple(scale * rng.uniform(0.5, 4) for _ in self.kinds)) for c in cuts)
+            pieces.append(Piece(tuple(scale * rng.uniform(0.0 if cuts else 0.5, 1.0) for _ in self.kinds), slopes))
+        return Term(tuple(pieces))
+
+    def instruction(self, triple: Triple) -> StepCost:
+        assert isinstance(triple.body, OpCall)
+        what = f"{triple.body.target} {[str(p.placement) for p in (*triple.pre, *triple.post)]}"
+        cuts = tuple(dict.fromkeys(c for c in triple.work if c is not None and c.row.kind != "even"))
+        kept = self.term(what + "m", 1.0, cuts) if self.memory else None
+        return StepCost(self.term(what + "f", 1.0, cuts), self.term(what + "b", 2.0, cuts), (), kept)
+
+    def conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
+        costs = []
+        kept = None
+        for i, c in enumerate(path):
+            what = f"{ref.shape}{ref.kind}{i}{c.form}{c}{c.free}"
+            cuts = tuple(s.cut for s in (c.source, c.target) if isinstance(s, Sharded) and s.cut.row.kind != "even")
+            cutting = c.axis == 0
+            if forward_collective(c.source, c.target):
+                costs.append(CommunicationCost("forward", self.term(what + "f", 0.4, cuts), cutting))
+                if ref.kind is Kind.PARAMETER and not c.free and self.memory:
+                    kept = self.term(what + "m", 2.0)
+            if c.gradient and backward_collective(c.source, c.target):
+                direction = "synchronise" if ref.kind is Kind.PARAMETER and not forward_collective(c.source, c.target) else "backward"
+                costs.append(CommunicationCost(direction, self.term(what + "b", 0.4, cuts), cutting))  # type: ignore[arg-type]
+            if c.free:
+                costs.append(CommunicationCost("backward", self.term(what + "again", 0.4, cuts), cutting))
+        return StepCost(None, None, tuple(costs), kept)
+
+    def storage(self, ref: TensorRef, placement: Placement) -> Term:
+        cuts = tuple(s.cut for s in placement.states if isinstance(s, Sharded) and s.cut.row.kind != "even")
+        even = sum(isinstance(s, Sharded) for s in placement.states) - len(cuts)
+        return Term((Piece((0.0 if cuts else 3.0 / 2**even,) * len(self.kinds), tuple((c, (3.0 / 2**even,) * len(self.kinds)) for c in cuts[:1])),))
+
+    def update(self, ref: TensorRef, placement: Placement) -> Term:
+        return Term(tuple(Piece(tuple(0.1 * v for v in p.const), tuple((c, tuple(0.1 * v for v in s)) for c, s in p.slopes)) for p in self.storage(ref, placement).pieces))
+
+
+def random_theory(seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, parameters: int = 2, states: int = 2) -> Theory:
+    """A random graph: unary and binary nodes over earlier values, an input, and parameters (one of them used twice), with random triples."""
+    rng = random.Random(seed)
+    refs: dict[str, TensorRef] = {"x": TensorRef("x", UNITS, "float32", Kind.INPUT, False)}
+    for i in range(parameters):
+        refs[f"w{i}"] = TensorRef(f"w{i}", UNITS, "float32", Kind.PARAMETER, True)
+    values, made, tables = ["x"], [], []
+    unread: list[str] = []
+    weights = [f"w{i}" for i in range(parameters)] + (["w0"] if parameters else [])
+    for i in range(nodes):
+        operands = [unread.pop() if unread and rng.random() < 0.9 else rng.choice(values)]
+        if weights and rng.random() < 0.5:
+            operands.append(weights.pop(0))
+        elif rng.random() < 0.5:
+            operands.append(rng.choice(values))
+        out = TensorRef(f"v{i}", UNITS, "float32", Kind.VALUE, any(refs[n].requires_grad for n in operands))
+        refs[out.name] = out
+        call = OpCall(f"toy.op{rng.randrange(4)}.default", tuple((f"a{k}", Ref(n)) for k, n in enumerate(operands)))
+        made.append(Node(call, (out,), "", "", (None,)))
+        values.append(out.name)
+        unread.append(out.name)
+        tables.append(_triples(i, call, operands, out, refs, mesh, triples, states, rng))
+    outputs = [Output(values[-1], "loss")] + ([Output(unread[0], "result")] if len(unread) > 1 else [])
+    graph = Graph(refs, tuple(made), tuple(outputs), (), (), (0,) * nodes, (None,) * nodes, ("x",), UNITS[0], "train", {}, f"toy{seed}")
+    stored = {f"w{i}": _stored(mesh) for i in range(parameters)}
+    allowed = {o.tensor: placements(mesh, refs[o.tensor].requires_grad, 1, rng) for o in outputs}
+    return Theory(graph, mesh, tuple(tables), stored, allowed, frozenset())
+
+
+def _stored(mesh: Mesh) -> tuple[Placement, ...]:
+    whole = Placement((INVARIANT,) * len(mesh.axes))
+    return (whole, whole.with_state(0, sharded(mesh, 0, 0, "storage")), whole.with_state(len(mesh.axes) - 1, sharded(mesh, len(mesh.axes) - 1, 1)))
+
+
+def _triples(index: int, call: OpCall, operands: list[str], out: TensorRef, refs: Mapping[str, TensorRef], mesh: Mesh, count: int, states: int,
+             rng: random.Random) -> tuple[Triple, ...]:  # fmt: skip
+    found: dict[tuple[Placement, ...], Triple] = {}
+    options = {n: placements(mesh, refs[n].requires_grad, states, rng) for n in (*operands, out.name)}
+    for _ in range(20):
+        chosen = tuple(rng.choice(options[n]) for n in (*operands, out.name))
+        work = tuple(next((p.states[a].cut for p in chosen if isinstance(p.states[a], Sharded)), None) for a in range(len(mesh.axes)))
+        pre = tuple(Property(n, p) for n, p in zip(operands, chosen, strict=False))
+        found.setdefault(chosen, Triple(index, pre, (Property(out.name, chosen[-1]),), call, work))
+        if len(found) == count:
+            break
+    return tuple(found.values())
+
+
+def shares(theory: Theory, kinds: int, seed: int) -> dict[Cut, np.ndarray]:
+    """Random shares per kind for every cut of the uneven axis."""
+    rng = np.random.default_rng(seed)
+    rows = [theory.mesh.row(0, kind) for kind in ("compute", "storage")]  # type: ignore[arg-type]
+    return {Cut(row, u): rng.dirichlet(np.ones(kinds)) for row in rows for u in UNITS}
