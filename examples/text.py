@@ -55,10 +55,11 @@ def standard_library(held_out: float = 0.05) -> Text:
     counts = Counter(c for content in contents for c in content)
     kept = sorted(c for c, n in counts.items() if n >= RARE)
     numbers = {c: i + 1 for i, c in enumerate(kept)}
+    table = {ord(c): numbers.get(c, 0) for c in counts}
     every = round(1 / held_out)
 
     def encoded(validation: bool) -> Tensor:
-        chosen = [c for i, c in enumerate(contents) if (i % every == every - 1) == validation]
-        return torch.tensor([numbers.get(c, 0) for content in chosen for c in content], dtype=torch.int64)
+        chosen = "".join(c for i, c in enumerate(contents) if (i % every == every - 1) == validation)
+        return torch.tensor(bytearray(chosen.translate(table).encode("latin-1")), dtype=torch.uint8).long()
 
     return Text(str(root), ("?", *kept), encoded(False), encoded(True))

@@ -49,6 +49,7 @@ def plan(
     return plan_module(
         module, ClusterSpec.load(cluster), example_inputs,
         loss_fn=loss_fn, strategy=strategy, optimizer=optimizer, precision=precision, remat=remat, micro_batches=micro_batches,
+        autocast=_autocast(),
     )  # fmt: skip
 
 
@@ -179,7 +180,7 @@ class HAP(nn.Module):
         """Agrees with all ranks on what is run next."""
         try:
             call = self._bind(args, kwargs)
-            autocast = _autocast(self._world.device.type)
+            autocast = _autocast()
             mode: Literal["train", "eval"] = "train" if self.training else "eval"
             shapes = tuple(tuple(t.shape) for t in call.tensors)
             told = [f"{n} {t.dtype}{list(t.shape[1:] if self._local_inputs else t.shape)}" for n, t in zip(call.names, call.tensors, strict=True)]
@@ -317,9 +318,12 @@ def _named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
-def _autocast(device: str) -> str | None:
+def _autocast() -> str | None:
     """Dtype of the caller's autocast, if it is on."""
-    return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if torch.is_autocast_enabled(device) else None
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return None
 
 
 def _to_json(found: Plan) -> str:

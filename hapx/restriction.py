@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Literal
 
@@ -57,5 +58,7 @@ def restriction(strategy: str | Restriction) -> Restriction:
     if isinstance(strategy, Restriction):
         return strategy
     if strategy not in BASELINES:
-        raise HapError(f"unknown strategy {strategy!r}", where="strategy", allowed=", ".join(BASELINES) + ", or a hapx.Restriction")
+        near = get_close_matches(str(strategy), BASELINES, 1)
+        hint = f"did you mean {near[0]}?" if near else None
+        raise HapError(f"unknown strategy {strategy!r}", where="strategy", allowed=", ".join(BASELINES) + ", or a hapx.Restriction", hint=hint)
     return BASELINES[strategy]

@@ -5,7 +5,8 @@ stream, as the runtime has: instructions run in order forward, and in reverse or
 arrived and the stream is free, and the program waits for it. Gradients of parameters are synchronised in buckets on the communication stream,
 started as soon as the last gradient of the bucket is there, and waited for at the end, before the optimizer's update.
 
-The terms are those of `hapx.cost` at the exact lengths of every coordinate of the uneven axis (devices of one coordinate do the same).
+The terms are those of `hapx.cost` at the exact lengths of every device; devices that are alike and have equal lengths do the same and
+are simulated as one kind.
 Invariant: a program without gradient synchronisation takes at most its additive cost at these lengths, and just as long where one kind is the
 slowest in every phase; overlap and slack, which the additive cost cannot see (DESIGN section 5, re-ranking), only shorten it.
 """
@@ -17,7 +18,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ from hapx.cost.terms import Term, Vector
 from hapx.errors import HapError
 from hapx.ir import Graph, Kind, OpCall
 from hapx.layout import Lengths
-from hapx.plan import Instruction, Mesh, Plan, Program
+from hapx.plan import Instruction, Plan, Program
 from hapx.theory.triple import Theory
 
 Stream = Literal["compute", "communication"]
@@ -49,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A span on every device: start and stop per coordinate of the uneven axis."""
+    """A span on every device: start and stop per kind."""
 
     name: str
     stream: Stream
@@ -59,9 +59,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One iteration. `coordinates`: of each device (by number in the cluster), its coordinate along the uneven axis. `total`: seconds."""
+    """One iteration. `kind_of`: (device, by its number in the cluster; its kind). `total`: seconds."""
 
-    coordinates: tuple[tuple[int, int], ...]
+    kind_of: tuple[tuple[int, int], ...]
     events: tuple[Event, ...]
     total: float
 
@@ -69,10 +69,10 @@ class Timeline:
     def spans(self) -> dict[int, tuple[Span, ...]]:
         """Per device, its spans in the order in which they were started. Spans of no length are left out."""
         of = {
-            c: tuple(Span(e.name, e.stream, e.start[c], e.stop[c]) for e in self.events if e.stop[c] > e.start[c])
-            for c in {c for _, c in self.coordinates}
+            k: tuple(Span(e.name, e.stream, e.start[k], e.stop[k]) for e in self.events if e.stop[k] > e.start[k])
+            for k in {k for _, k in self.kind_of}
         }
-        return {device: of[c] for device, c in self.coordinates}
+        return {device: of[k] for device, k in self.kind_of}
 
     def busy(self, stream: Stream = "compute") -> dict[int, float]:
         """Seconds per device in which a stream works (a collective's waiting for the last device is not work)."""
@@ -115,21 +115,23 @@ def simulate_program(program: Program, graph: Graph, cost: CostModel, lengths: L
     """One iteration of a program at concrete lengths, with the cluster, precision, optimizer and mode of a cost model of its graph and mesh."""
     assert cost.graph is graph and cost.theory.mesh == program.mesh, "the cost model is of another program"
     exact = cost.at_lengths(lengths)
-    steps = [(_name(i), _cost(i, graph, exact), _gradient_bytes(i, graph)) for i in program.instructions]
+    steps = [(_name(i), _cost(i, graph, exact)) for i in program.instructions]
+    full = _full_buckets([_gradient_bytes(i, step, graph) for i, (_, step) in zip(program.instructions, steps, strict=True)])
     clock = _Clock(len(exact.kinds))
-    for name, step, _ in steps:
+    for name, step in steps:
         clock.communicate(name, [c for c in step.communication if c.direction == "forward"])
         clock.compute(name, step.forward)
     if cost.mode == "train":
-        for name, step, size in reversed(steps):
+        for k, (name, step) in reversed(list(enumerate(steps))):
             clock.compute(f"{name} backward", step.backward)
             clock.communicate(f"{name} backward", [c for c in reversed(step.communication) if c.direction == "backward"])
-            clock.gradient(size, [c for c in step.communication if c.direction == "synchronise"])
-        clock.synchronise()
+            clock.gradient([c for c in step.communication if c.direction == "synchronise"], full=k in full)
+        clock.wait()
         for need in program.needs:
             if graph.refs[need.tensor].kind is Kind.PARAMETER:
                 clock.compute(f"update {need.tensor}", exact.update(graph.refs[need.tensor], need.placement))
-    return Timeline(_coordinates(program.mesh), tuple(clock.events), float(max(clock.now)))
+    kind_of = tuple((device, k) for k, devices in enumerate(exact.view.devices) for device in devices)
+    return Timeline(tuple(sorted(kind_of)), tuple(clock.events), float(max(clock.now)))
 
 
 def _name(instruction: Instruction) -> str:
@@ -144,21 +146,29 @@ def _cost(instruction: Instruction, graph: Graph, cost: CostModel) -> StepCost:
     return cost.conversion(graph.refs[triple.post[0].tensor], triple.body, triple.post[0].placement)
 
 
-def _gradient_bytes(instruction: Instruction, graph: Graph) -> int:
-    return graph.refs[instruction.triple.post[0].tensor].bytes if instruction.triple.node is None else 0
+def _gradient_bytes(instruction: Instruction, step: StepCost, graph: Graph) -> int:
+    """Bytes of the gradient that is synchronised after the instruction's backward, 0 if none is."""
+    synchronised = any(c.direction == "synchronise" for c in step.communication)
+    return graph.refs[instruction.triple.post[0].tensor].bytes if synchronised else 0
 
 
-def _coordinates(mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """(device, its coordinate along the uneven axis; 0 without one)."""
-    if mesh.uneven is None:
-        return tuple((d, 0) for d in mesh.devices)
-    inner, size = prod(mesh.sizes[mesh.uneven + 1 :]), mesh.sizes[mesh.uneven]
-    return tuple((d, i // inner % size) for i, d in enumerate(mesh.devices))
+def _full_buckets(sizes: Sequence[int]) -> frozenset[int]:
+    """Instructions after whose backward a bucket is complete: those with the last gradient before the bucket would exceed its limit, or of all.
+    `sizes`: bytes of the gradient of every instruction, in forward order; backward meets them in reverse."""
+    full, held, last = set(), 0, None
+    for k in reversed(range(len(sizes))):
+        if not sizes[k]:
+            continue
+        if last is not None and held + sizes[k] > BUCKET_BYTES:
+            full.add(last)
+            held = 0
+        held, last = held + sizes[k], k
+    return frozenset(full if last is None else {*full, last})
 
 
 @dataclass
 class _Clock:
-    """Time on the two streams of every coordinate: `now` of the program (its compute stream), `wire` of the communication stream."""
+    """Time on the two streams of every kind: `now` of the program (its compute stream), `wire` of the communication stream."""
 
     size: int
     events: list[Event] = field(default_factory=list)
@@ -167,7 +177,6 @@ class _Clock:
         self.now: Vector = np.zeros(self.size)
         self.wire: Vector = np.zeros(self.size)
         self._bucket: list[CommunicationCost] = []
-        self._bucket_bytes = 0
         self._num_buckets = 0
 
     def compute(self, name: str, term: Term | None) -> None:
@@ -182,31 +191,25 @@ class _Clock:
             self.wire = self._run(name, collective, np.maximum(self.now, self.wire))
             self.now = self.wire
 
-    def gradient(self, size: int, collectives: Sequence[CommunicationCost]) -> None:
+    def gradient(self, collectives: Sequence[CommunicationCost], full: bool) -> None:
         """A parameter's gradient is there; a full bucket sets off."""
-        if not collectives:
-            return
         self._bucket += collectives
-        self._bucket_bytes += size
-        if self._bucket_bytes >= BUCKET_BYTES:
-            self._send()
-
-    def synchronise(self) -> None:
-        """Send what is left and wait for all buckets."""
-        if self._bucket:
-            self._send()
-        self.now = np.maximum(self.now, self.wire)
-
-    def _send(self) -> None:
+        if not full:
+            return
         name = f"synchronise bucket {self._num_buckets}"
         ready = np.maximum(self.now, self.wire)
         for collective in self._bucket:
             ready = self._run(name, collective, ready)
         self.wire = ready
-        self._bucket, self._bucket_bytes, self._num_buckets = [], 0, self._num_buckets + 1
+        self._bucket, self._num_buckets = [], self._num_buckets + 1
+
+    def wait(self) -> None:
+        """For all buckets."""
+        assert not self._bucket, "a bucket was never sent"
+        self.now = np.maximum(self.now, self.wire)
 
     def _run(self, name: str, collective: CommunicationCost, ready: Vector) -> Vector:
-        """The end of a collective for which the coordinates are ready at the given times."""
+        """The end of a collective for which the kinds are ready at the given times."""
         times = collective.term.at({})
         start = np.full(self.size, ready.max()) if collective.cuts else ready
         stop = start + (times.max() if collective.cuts else times)

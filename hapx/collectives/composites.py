@@ -68,9 +68,9 @@ class _SufficientFactors(torch.autograd.Function):
         grad_x = cotangent @ weight if for_x else None
         grad_weight = grad_bias = None
         if for_weight or (ctx.has_bias and for_bias):
-            whole = gather_shards(cotangent, ctx.block, ctx.gather, ctx.form).reshape(-1, weight.shape[0])
+            whole = gather_shards(cotangent, ctx.block, ctx.gather, ctx.form).flatten(0, -2)  # not -1: a width may be 0
             if for_weight:
-                grad_weight = whole.T @ gather_shards(x, ctx.block, ctx.gather, ctx.form).reshape(-1, weight.shape[1])
+                grad_weight = whole.T @ gather_shards(x, ctx.block, ctx.gather, ctx.form).flatten(0, -2)
             if ctx.has_bias and for_bias:
                 grad_bias = whole.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None

@@ -72,8 +72,8 @@ class CostModel:
 
     precision: the one that float32 products run at ("fp32", "tf32", "bf16", ...; other dtypes have their own). optimizer: a name of
     `hapx.cost.memory.STATES`. `kinds`: coordinates along the uneven axis of each kind; `sizes`: how many; `speeds`: relative speed of a coordinate of
-    each kind (speeds x sizes sum to 1); `capacity`: bytes that may be used on a device of each kind. With `lengths`, every term is a constant per
-    coordinate at these lengths, exact where even axes cut uneven pieces. Raises HapError for an unknown optimizer."""
+    each kind (speeds x sizes sum to 1); `capacity`: bytes that may be used on a device of each kind. With `lengths`, every term is a constant
+    at these lengths, exact where even axes cut uneven pieces. Raises HapError for an unknown optimizer."""
 
     def __init__(
         self, theory: Theory, cluster: ClusterSpec, precision: str, optimizer: str, mode: Literal["train", "eval"], *, lengths: Lengths | None = None
@@ -93,13 +93,13 @@ class CostModel:
         self._states = memory.states_of(optimizer)
         self._kept = memory.kept(self.graph) if mode == "train" else frozenset()
         self._signatures: dict[int, int] = {}
-        self._numbers: dict[Any, int] = {}
+        self._number = _Numbers()
         self._by_triple: dict[int, tuple[Triple, StepCost]] = {}
         self._by_form: dict[Any, StepCost] = {}
         self._conversions: dict[Any, StepCost] = {}
 
     def at_lengths(self, lengths: Lengths) -> CostModel:
-        """The same model with every coordinate of the uneven axis its own kind, at concrete lengths."""
+        """The same model at concrete lengths: only coordinates that also have equal lengths are one kind."""
         return CostModel(self.theory, self.cluster, self.precision, self.optimizer, self.mode, lengths=lengths)
 
     def lengths_to_shares(self, lengths: Mapping[Cut, tuple[int, ...]]) -> dict[Cut, Vector]:
@@ -134,11 +134,12 @@ class CostModel:
         if known is not None and known[0] is triple:
             return known[1]
         assert triple.node is not None and isinstance(triple.body, OpCall), f"not an instruction: {triple}"
-        number = self._signatures.get(triple.node)
-        if number is None:
-            number = self._signatures[triple.node] = self._numbers.setdefault(self._signature(self.graph.nodes[triple.node]), len(self._numbers))
+        signature = self._signatures.get(triple.node)
+        if signature is None:
+            signature = self._signatures[triple.node] = self._number.of_value(self._signature(self.graph.nodes[triple.node]))
         local = tuple(v for _, v in triple.body.args if isinstance(v, Axes)) if triple.body.target.startswith("hapx.") else ()
-        key = (number, tuple(p.placement for p in triple.pre), tuple(p.placement for p in triple.post), triple.work, local)
+        where = tuple([self._number.of_placement(p.placement) for p in (*triple.pre, *triple.post)])
+        key = (signature, where, tuple([self._number(cut) for cut in triple.work]), local)
         if key not in self._by_form:
             self._by_form[key] = self._instruction(triple, self.graph.nodes[triple.node], triple.body)
         self._by_triple[id(triple)] = (triple, self._by_form[key])
@@ -236,7 +237,7 @@ class CostModel:
 
     def conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
         """Cost of a path of communications that ends in `target`. Free paths cost nothing."""
-        key = (ref.bytes, ref.kind, ref.name in self._kept, path, target)
+        key = (ref.bytes, ref.kind, ref.name in self._kept, tuple([self._number(step) for step in path]), self._number.of_placement(target))
         known = self._conversions.get(key)
         if known is None:
             known = self._conversions[key] = self._conversion(ref, path, target)
@@ -290,6 +291,28 @@ class CostModel:
         assert volume is not None and latency is not None
         spared = latency.pieces[0].scaled((min(1.0, ref.bytes / BUCKET_BYTES) - 1.0,) * len(self.kinds))
         return Term(tuple(p + spared for p in volume.pieces))
+
+
+class _Numbers:
+    """Numbers for deeply nested values, so that keys of caches are quick: hashing a placement takes longer than finding a cost. An object
+    that was seen before is known by its identity; it is held, so that its identity stays its own."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, int] = {}
+        self._objects: dict[int, tuple[Any, int]] = {}
+
+    def __call__(self, value: object) -> int:
+        known = self._objects.get(id(value))
+        if known is None:
+            known = self._objects[id(value)] = (value, self.of_value(value))
+        return known[1]
+
+    def of_value(self, value: object) -> int:
+        return self._values.setdefault(value, len(self._values))
+
+    def of_placement(self, placement: Placement) -> tuple[int, ...]:
+        """The states' numbers, then the nest's."""
+        return (*[self(s) for s in placement.states], self(placement.nest))
 
 
 def _axes(body: OpCall, argument: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ the devices, and *fractions*: the part of a tensor (or of an instruction's work)
 Invariant: at most one axis is uneven, so a fraction has at most one slope. Where an even axis cuts again what an uneven one dealt out, a device has
 ceil(length / size) units of length / size; how much this is depends on the length, so a part of one unit is allowed for it (DESIGN section 4): all
 that it can be (size - 1) / size where `bound`, half of that, its mean, otherwise. With concrete lengths there is nothing to allow for:
-every coordinate is a kind of its own and fractions are constants, those of `hapx.layout`.
+coordinates of a kind also have equal lengths, and fractions are constants, those of `hapx.layout`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Kind = tuple[int, ...]
 
 @dataclass(frozen=True)
 class View:
-    """`lengths`: None for terms in the shares; else the terms at these lengths, with one kind per coordinate."""
+    """`lengths`: None for terms in the shares; else for terms at these lengths (of all cuts of the uneven axis that are asked for)."""
 
     mesh: Mesh
     cluster: ClusterSpec
@@ -42,11 +42,10 @@ class View:
         if self.mesh.uneven is None:
             return ((0,),)
         coordinates = range(self.mesh.sizes[self.mesh.uneven])
-        if self.lengths is not None:
-            return tuple((c,) for c in coordinates)
+        chosen = [own for cut, own in (self.lengths or {}).items() if cut.row.kind != "even"]
         alike: dict[object, list[int]] = {}
         for c in coordinates:
-            alike.setdefault(self._appearance(c), []).append(c)
+            alike.setdefault((self._appearance(c), *(own[c] for own in chosen)), []).append(c)
         return tuple(map(tuple, alike.values()))
 
     def _appearance(self, coordinate: int) -> object:
@@ -129,7 +128,7 @@ class View:
     def _exact(self, placement: Placement) -> Piece:
         assert self.lengths is not None
         values = []
-        for c in range(self.size):
+        for kind in self.kinds:
             factor = 1.0
             held: list[tuple[Sharded, int]] = []
             for axis in placement.order():
@@ -138,7 +137,7 @@ class View:
                     continue
                 before = next((units for other, units in reversed(held) if other.same_split(state)), None)
                 if before is None and state.cut.row.kind != "even":
-                    mine = self.lengths[state.cut][c]
+                    mine = self.lengths[state.cut][kind[0]]
                 else:
                     mine = -(-(state.cut.units if before is None else before) // self.mesh.sizes[axis])
                 units = state.cut.units if before is None else before

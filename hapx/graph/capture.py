@@ -21,17 +21,16 @@ from torch.export.graph_signature import InputKind
 from hapx.errors import CaptureError
 from hapx.graph.capture_inputs import Inputs, bind_inputs, device_of, unique_name
 from hapx.graph.capture_trace import Trace, trace
-from hapx.graph.normalize import Emitter, Flattener, Slot, live_nodes, tensor_ref
+from hapx.graph.normalize import Emitter, live_nodes, tensor_ref
+from hapx.graph.normalize_flatten import Flattener, Slot
 from hapx.graph.regions import Mark, find_regions
 from hapx.graph.segments import find_blocks, graph_hash
-from hapx.ir import Graph, Kind, Node, Output, TensorRef
+from hapx.ir import FLOATING, Graph, Kind, Node, Output, TensorRef
 
 MAX_CONSTANT = 1_000_000  # elements
 
 
-def capture(
-    module: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Tensor] | None = None, training: bool | None = None
-) -> Graph:
+def capture(module: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Tensor] | None = None, training: bool | None = None) -> Graph:
     """The computation of `module(*example_inputs)` (of `loss_fn(module(inputs), *targets)` for example_inputs = (inputs, targets)).
 
     `training`: train or eval mode, by default the module's. Raises CaptureError or UnsupportedOperatorError, with the user's line.
@@ -49,7 +48,12 @@ def capture(
 def _check_module(module: nn.Module, loss_fn: Callable[..., Tensor] | None) -> None:
     if not isinstance(module, nn.Module):
         raise CaptureError(f"the model is a {type(module).__name__}", allowed="a torch.nn.Module")
-    wrappers = {"OptimizedModule": "torch.compile", "DistributedDataParallel": "DDP", "DataParallel": "DataParallel", "RecursiveScriptModule": "scripting"}
+    wrappers = {
+        "OptimizedModule": "torch.compile",
+        "DistributedDataParallel": "DDP",
+        "DataParallel": "DataParallel",
+        "RecursiveScriptModule": "scripting",
+    }
     if (kind := type(module).__name__) in wrappers:
         raise CaptureError(f"the model is a {kind}", allowed="a plain single-device module", hint=f"pass the module from before {wrappers[kind]}")
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
@@ -111,7 +115,7 @@ class _Assembler:
         flattener = Flattener(self.traced.prefix)
         results = flattener.run(self.traced.program.graph_module, self._roots(used), Mark())
         slots = [s for s in results if isinstance(s, Slot)]
-        with _fake_mode(self.traced):
+        with _fake_mode(self.traced), torch.enable_grad():
             self.emitter.run(flattener.calls, slots)
             outputs = self._outputs(slots)
         return self._finish(outputs)
@@ -122,7 +126,7 @@ class _Assembler:
         self.given = dict(refs)
         specs = self.traced.program.graph_signature.input_specs
         placeholders = [n for n in self.traced.program.graph.nodes if n.op == "placeholder"]
-        pending = iter(self.input_names)
+        pending = iter(zip(self.input_names, self.inputs.tensors, strict=True))
         roots = []
         for spec, node in zip(specs, placeholders, strict=True):
             slot, fake = Slot(), node.meta.get("val")
@@ -133,7 +137,10 @@ class _Assembler:
                 if ref.kind is Kind.BUFFER:
                     self.buffers[name] = slot
             elif spec.kind is InputKind.USER_INPUT:
-                ref = tensor_ref(next(pending), fake, Kind.INPUT, f"input {node.name!r}")
+                name, given = next(pending)
+                ref = tensor_ref(name, fake, Kind.INPUT, f"input {node.name!r}")
+                # mse_loss on meta leaves a mark on the fake target: what the user passed counts
+                ref = replace(ref, requires_grad=given.requires_grad and ref.dtype in FLOATING)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 ref = self._constant(str(spec.target), used)
             else:
@@ -203,6 +210,7 @@ class _Assembler:
         """Everything the module is given (used or not), the constants that are used, and every value, in order."""
         used = {name for n in nodes for name in n.call.refs()} | {o.tensor for o in outputs}
         refs = {name: ref for name, ref in self.given.items() if ref.kind is not Kind.CONSTANT or name in used}
+        refs |= {name: replace(refs[name], mutated=True) for name in self.emitter.mutated}
         refs |= {o.name: o for n in nodes for o in n.outputs}
         return refs
 

@@ -35,9 +35,7 @@ class Inputs:
 
     def empty_twins(self, device: torch.device) -> tuple[Tensor, ...]:
         """One new tensor on `device` for each input: same shape, strides and dtype, values never read."""
-        return tuple(
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).requires_grad_(t.requires_grad) for t in self.tensors
-        )
+        return tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).requires_grad_(t.requires_grad) for t in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)

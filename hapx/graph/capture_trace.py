@@ -12,6 +12,7 @@ them is cut wrongly where checkpoints nest, and its stack traces leave out helpe
 
 from __future__ import annotations
 
+import io
 import linecache
 import logging
 import os
@@ -20,8 +21,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture_inputs import Inputs
+from hapx.graph.capture_outputs import split_output
 from hapx.graph.regions import Mark
 
 MARK = "hapx"  # key of the mark among a node's annotations
@@ -71,8 +73,17 @@ class _Traced(nn.Module):
         self._places = _Places()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with _Recorder(_Traced._call.__code__, self._device):
-            return self._call(tensors)
+        changes = _Changes()
+        with _same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device):
+            outputs = self._call(tensors)
+            _write_assigned_buffers(self.module, changes)
+        if changes.names:
+            raise CaptureError(
+                f"forward changes {', '.join(changes.names)}: a captured program would not",
+                where=type(self.module).__name__,
+                hint="keep such state in a registered buffer, or outside forward",
+            )
+        return outputs
 
     def _call(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         args, kwargs = self._inputs.call(tensors)
@@ -85,52 +96,6 @@ class _Traced(nn.Module):
             loss, results = split_output(loss_fn(output, *targets), "loss_fn")
         self._places.names = tuple(results)
         return (loss, *results.values())
-
-
-def split_output(output: Any, maker: str = "forward") -> tuple[Tensor, dict[str, Tensor]]:
-    """The scalar loss and the other tensors, by their place in `output`. Raises CaptureError if there is no loss."""
-    places: dict[str, Tensor] = {}
-    _collect(output, "", places)
-    named = _entries(output)
-    key = "" if isinstance(output, Tensor) else "loss" if "loss" in named else next(iter(named), "")
-    loss = places.pop(key, None)
-    if loss is None or loss.dim() != 0 or not loss.is_floating_point():
-        hint = "loss_fn must return the mean loss" if maker == "loss_fn" else "return the loss, or pass loss_fn=lambda output, targets: ..."
-        raise CaptureError(
-            f"{maker} returned {_describe(output)}, which is no scalar loss",
-            allowed="a scalar floating tensor, or a tuple, dict or dataclass that has it first or as 'loss'",
-            hint=hint,
-        )
-    return loss, places
-
-
-def _entries(output: Any) -> dict[str, Any]:
-    """The parts of a container by name; {} if it is none."""
-    if isinstance(output, Mapping):
-        return {str(k): v for k, v in output.items()}
-    if is_dataclass(output) and not isinstance(output, type):
-        return {f.name: getattr(output, f.name) for f in fields(output)}
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return dict(zip(output._fields, output, strict=True))
-    if isinstance(output, tuple | list):
-        return {str(i): v for i, v in enumerate(output)}
-    return {}
-
-
-def _collect(value: Any, path: str, places: dict[str, Tensor]) -> None:
-    if isinstance(value, Tensor):
-        places[path] = value
-    for key, item in _entries(value).items():
-        _collect(item, f"{path}.{key}" if path else key, places)
-
-
-def _describe(output: Any) -> str:
-    if isinstance(output, Tensor):
-        return f"a {str(output.dtype).removeprefix('torch.')} tensor of shape {list(output.shape)}"
-    if entries := _entries(output):
-        inside = ", ".join(f"{k}: {_describe(v)}" for k, v in list(entries.items())[:4])
-        return f"a {type(output).__name__} ({inside}{', ...' if len(entries) > 4 else ''})"
-    return f"{output!r}" if output is None or isinstance(output, int | float | str) else f"a {type(output).__name__}"
 
 
 class _Recorder(TorchFunctionMode):
@@ -201,24 +166,13 @@ def _place(file: str, line: int) -> tuple[str, int, str]:
 def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Callable[..., Tensor] | None, training: bool) -> Trace:
     """Export `module` for inputs like `inputs`, in the given mode, under the caller's autocast."""
     wrapper = _Traced(module, inputs, loss_fn, device)
-    with ExitStack() as stack:
-        stack.enter_context(_quiet())
-        stack.enter_context(_same_generators(device))
-        changes = stack.enter_context(_same_module(module, training))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(preserve_node_meta())
+    with _quiet(), _same_generators(device), _same_module(module), _mode(module, training), torch.enable_grad(), preserve_node_meta():
         try:
             program = torch.export.export(wrapper, inputs.empty_twins(device), strict=False)
         except HapError:
             raise
         except Exception as error:
             raise _explain(error, type(module).__name__) from error
-    if changes.names:
-        raise CaptureError(
-            f"forward changes {', '.join(changes.names)}: a captured program would not",
-            where=type(module).__name__,
-            hint="keep such state in a registered buffer, or outside forward",
-        )
     return Trace(program, "module.", wrapper._places.names, device)
 
 
@@ -228,7 +182,7 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -245,26 +199,50 @@ def _same_generators(device: torch.device) -> Iterator[None]:
         random.setstate(state)
 
 
+@contextmanager
+def _mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Train or eval mode; afterwards every submodule has its own flag again."""
+    flags = [(m, m.training) for m in module.modules()]
+    if training != module.training:
+        module.train(training)
+    try:
+        yield
+    finally:
+        for m, flag in flags:
+            m.training = flag
+
+
 @dataclass
 class _Changes:
+    """Attributes that forward has changed, and the buffers it has assigned anew: their old tensors, by module and name."""
+
     names: list[str] = field(default_factory=list)
+    buffers: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
 
 @contextmanager
-def _same_module(module: nn.Module, training: bool) -> Iterator[_Changes]:
-    """Set the mode, and afterwards put back every attribute of every submodule; the result lists those that forward had changed."""
-    changes = _Changes()
+def _same_module(module: nn.Module, changes: _Changes | None = None) -> Iterator[None]:
+    """Afterwards put back every attribute of every submodule; `changes` gets those that were different."""
+    changes = changes or _Changes()
     modules = dict(module.named_modules())
-    flags = {name: m.training for name, m in modules.items()}
-    if training != module.training:
-        module.train(training)
     before = {name: {k: (v, _copy(v)) for k, v in vars(m).items()} for name, m in modules.items()}
+    changes.buffers.update({(name, k): b for name, m in modules.items() for k, b in m._buffers.items() if b is not None})
     try:
-        yield changes
+        yield
     finally:
         for name, m in modules.items():
             changes.names += [f"{name}.{k}" if name else k for k in _restore(m, before[name])]
-            m.training = flags[name]
+
+
+def _write_assigned_buffers(module: nn.Module, changes: _Changes) -> None:
+    """`self.buffer = value` as a write into the buffer. (The exporter sees it on the outermost module only.)"""
+    for name, m in module.named_modules():
+        for key, now in m._buffers.items():
+            old = changes.buffers.get((name, key))
+            if old is not None and now is not None and now is not old:
+                with torch.no_grad():
+                    old.copy_(now)
+                m._buffers[key] = old
 
 
 def _copy(value: Any) -> Any:

@@ -1,7 +1,6 @@
-"""From an exported program to the nodes of a `Graph`: inlined, functional, with named and complete arguments.
+"""From a flat list of calls to the nodes of a `Graph`: functional, with named and complete arguments.
 
-In: a `Trace` (training IR: fused operators, in-place calls, getitem, nested graphs for no_grad and autocast). Out: `Normal`: nodes,
-marks, tensors, outputs.
+In: the `Call`s of an exported program and the tensors it is given. Out: `Normal`: nodes, their marks, all tensors.
 
 Invariant: the nodes, run in order, compute the same values and, by local autograd, the same gradients as the module. Every tensor has
 one producer (static single assignment). To know which in-place write is seen where, each call is also run on fake tensors: those that
@@ -11,175 +10,21 @@ gradient. Values that enter a no_grad context are detached there, so nothing ins
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from hapx.errors import CaptureError, UnsupportedOperatorError
 from hapx.graph import normalize_args as arguments
 from hapx.graph.capture_inputs import unique_name
-from hapx.graph.capture_trace import MARK
 from hapx.graph.normalize_args import name_of
+from hapx.graph.normalize_flatten import Call, Slot, slots_in
 from hapx.graph.regions import Mark
 from hapx.ir import DTYPE_BYTES, FLOATING, Kind, Node, OpCall, Ref, TensorRef
-
-
-class Slot:
-    """What a tensor variable of the program holds now. A write in place changes `name` and `fake`; `storage` stays."""
-
-    __slots__ = ("fake", "name", "storage")
-
-    def __init__(self) -> None:
-        self.name: str = ""
-        self.fake: Tensor | None = None
-        self.storage: int = -1
-
-
-@dataclass
-class Call:
-    """An operator call of the flattened program; `out` is a slot or a list of slots. `written`: the argument changed in place."""
-
-    op: torch._ops.OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: Any
-    base: str
-    mark: Mark
-    module: str
-    written: str | None = None
-
-    def slots(self) -> Iterator[Slot]:
-        yield from _slots((self.args, tuple(self.kwargs.values())))
-
-    @property
-    def where(self) -> str:
-        place = f"module {self.module!r}" if self.module else ""
-        return ", ".join(filter(None, (self.mark.where, place)))
-
-
-def _slots(value: Any) -> Iterator[Slot]:
-    if isinstance(value, Slot):
-        yield value
-    elif isinstance(value, tuple | list):
-        for v in value:
-            yield from _slots(v)
-
-
-# -- flattening: nested graphs inlined, getitem and the results of in-place calls resolved ---------------------------------------------
-
-
-class Flattener:
-    """Turns the exported graph and the graphs nested in it into one list of calls over slots."""
-
-    def __init__(self, prefix: str):
-        self._prefix = prefix
-        self.calls: list[Call] = []
-
-    def run(self, module: fx.GraphModule, inputs: Sequence[Any], outer: Mark) -> Any:
-        """Append the calls of `module`; the slots of its outputs. `outer`: context of nodes that carry no mark."""
-        env: dict[fx.Node, Any] = {}
-        pending = iter(inputs)
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                env[node] = next(pending)
-            elif node.op == "get_attr":
-                env[node] = _attribute(module, str(node.target))
-            elif node.op == "output":
-                return self._resolve(node.args[0], env)
-            elif node.op == "call_function":
-                env[node] = self._call(node, env, outer)
-            else:
-                raise CaptureError(f"the exported program has a {node.op} node, which is not understood", where=str(node.target))
-        raise AssertionError("a graph without output")
-
-    def _resolve(self, value: Any, env: Mapping[fx.Node, Any]) -> Any:
-        if isinstance(value, fx.Node):
-            return env[value]
-        if isinstance(value, tuple | list):
-            return type(value)(self._resolve(v, env) for v in value)
-        return value
-
-    def _call(self, node: fx.Node, env: Mapping[fx.Node, Any], outer: Mark) -> Any:
-        target = node.target
-        args = tuple(self._resolve(a, env) for a in node.args)
-        if getattr(target, "__name__", "") == "getitem" and not isinstance(target, torch._ops.OpOverload):
-            return args[0][args[1]]
-        mark = self._mark(node, outer)
-        if isinstance(target, torch._ops.HigherOrderOperator):
-            return self._inline(node, args, mark)
-        path = self._path(node)
-        if not isinstance(target, torch._ops.OpOverload):
-            raise _data_dependent(node, mark, path)
-        kwargs = {k: self._resolve(v, env) for k, v in node.kwargs.items()}
-        out, written = self._outputs(node, target, args, kwargs, mark, path)
-        self.calls.append(Call(target, args, kwargs, out, node.name, mark, path, written))
-        return out
-
-    def _outputs(self, node: fx.Node, op: torch._ops.OpOverload, args: Any, kwargs: Any, mark: Mark, path: str) -> tuple[Any, str | None]:
-        """The slots of the results: that of the argument, where the operator returns what it has written."""
-        written = arguments.written_arguments(op)
-        if written:
-            place = arguments.bind(op, args, kwargs)[written[0]]
-            if len(written) > 1 or not isinstance(place, Slot):
-                raise UnsupportedOperatorError(f"{name_of(op)} changes several tensors in place", where=mark.where)
-            return place, written[0]
-        value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            return Slot(), None
-        if isinstance(value, tuple | list) and all(isinstance(v, Tensor) or v is None for v in value):
-            return [Slot() for _ in value], None
-        if value is None and not op._schema.returns:
-            return None, None
-        raise _data_dependent(node, mark, path)
-
-    def _inline(self, node: fx.Node, args: tuple[Any, ...], mark: Mark) -> Any:
-        """The body of a no_grad or autocast context, in place."""
-        name = str(node.target)
-        body = next((i for i, a in enumerate(args) if isinstance(a, fx.GraphModule)), None)
-        if body is None or name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
-            raise UnsupportedOperatorError(
-                f"the model uses {name}, which cannot be planned", where=mark.where or self._path(node), hint="write it with plain operators"
-            )
-        if name == "wrap_with_set_grad_enabled":
-            inner = replace(mark, grad=bool(args[0]))
-        else:
-            dtype = str(args[1] or torch.get_autocast_dtype(args[0])).removeprefix("torch.")
-            inner = replace(mark, autocast=dtype if args[2] else None)
-        return self.run(args[body], args[body + 1 :], inner)
-
-    def _mark(self, node: fx.Node, outer: Mark) -> Mark:
-        mark = (node.meta.get("custom") or {}).get(MARK)
-        return mark if isinstance(mark, Mark) else outer
-
-    def _path(self, node: fx.Node) -> str:
-        """Dotted path of the innermost module."""
-        stack = node.meta.get("nn_module_stack") or {}
-        path = next(reversed(stack.values()))[0] if stack else ""
-        return f"{path}.".removeprefix(self._prefix).removesuffix(".")
-
-
-def _attribute(module: fx.GraphModule, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    if isinstance(value, Tensor):
-        raise CaptureError(f"the model uses the tensor {path!r}, which is neither parameter nor buffer", hint="use register_buffer")
-    return value
-
-
-def _data_dependent(node: fx.Node, mark: Mark, path: str) -> CaptureError:
-    return CaptureError(
-        f"{node.target} turns a tensor into a Python number or a shape, so the computation depends on the values of a tensor",
-        where=mark.where or path,
-        hint="use torch.where or a mask instead of .item(), nonzero() or boolean indexing",
-    )
-
-
-# -- emission --------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -281,12 +126,11 @@ class Emitter:
                 stack.enter_context(torch.autocast(self._autocast_device, dtype=getattr(torch, mark.autocast), cache_enabled=False))
             keyword_only = {a.name for a in op._schema.arguments if a.kwarg_only}
             values = {k: _to_fake(v) for k, v in bound.items()}
-            result = op(*(v for k, v in values.items() if k not in keyword_only), **{k: v for k, v in values.items() if k in keyword_only})
-        return result
+            return op(*(v for k, v in values.items() if k not in keyword_only), **{k: v for k, v in values.items() if k in keyword_only})
 
     def _pin_dtype(self, op: torch._ops.OpOverload, bound: Mapping[str, Any], call: Call) -> Mapping[str, Any]:
         """Write down the dtype that a factory took from torch's default."""
-        if "dtype" not in bound or bound["dtype"] is not None or any(_slots(tuple(bound.values()))):
+        if "dtype" not in bound or bound["dtype"] is not None or any(slots_in(tuple(bound.values()))):
             return bound
         result = self._run(op, bound, call.mark)
         return {**bound, "dtype": result.dtype} if isinstance(result, Tensor) else bound
@@ -305,7 +149,7 @@ class Emitter:
     def _kind(self, op: torch._ops.OpOverload, bound: Mapping[str, Any]) -> Kind:
         """CONSTANT if nothing but constants goes in, and no chance."""
         tensors = self.normal.tensors
-        fixed = all(tensors[s.name].kind is Kind.CONSTANT for s in _slots(tuple(bound.values())))
+        fixed = all(tensors[s.name].kind is Kind.CONSTANT for s in slots_in(tuple(bound.values())))
         return Kind.CONSTANT if fixed and not arguments.is_random(op) else Kind.VALUE
 
     def _without_grad(self, value: Any, call: Call) -> Any:
@@ -405,7 +249,9 @@ class Emitter:
         if kind is Kind.PARAMETER:
             raise CaptureError(f"{what} the parameter {name!r} in forward", where=call.where, hint="use a new tensor, or a buffer")
         if kind is Kind.INPUT:
-            raise CaptureError(f"{what} the input {name!r} in place", where=call.where, hint=f"{name} = {name}.clone() before, or the operator without _")
+            raise CaptureError(
+                f"{what} the input {name!r} in place", where=call.where, hint=f"{name} = {name}.clone() before, or the operator without _"
+            )
         if not call.mark.grad and target.fake.requires_grad:
             raise CaptureError(f"{what} a value that needs a gradient, under no_grad", where=call.where, hint="use a new tensor")
         seen = [s for s in self._group[target.storage] if s.name != target.name and self._last_use.get(id(s), -1) > i]
@@ -421,7 +267,10 @@ class Emitter:
         flag, buffers = arguments.STATEFUL[name_of(call.op)]
         for buffer in buffers if bound[flag] else ():
             if isinstance(slot := bound[buffer], Slot):
-                self._note_write(self._root_kind.get(slot.storage, (Kind.VALUE, ""))[1], f"{name_of(call.op)}", call)
+                kind, name = self._root_kind.get(slot.storage, (Kind.VALUE, ""))
+                if kind is not Kind.BUFFER or slot.name != name:
+                    raise CaptureError(f"{name_of(call.op)} has running statistics that are no buffer", where=call.where, hint="use register_buffer")
+                self._note_write(name, name_of(call.op), call)
 
     def _note_write(self, buffer: str, writer: str, call: Call) -> None:
         """One buffer may be updated by its normalisation or by in-place operators, not by both."""
@@ -437,6 +286,11 @@ class Emitter:
         group = self._group.setdefault(slot.storage, [])
         if slot not in group:
             group.append(slot)
+
+    @property
+    def mutated(self) -> frozenset[str]:
+        """Buffers that an operator updates inside."""
+        return frozenset(buffer for buffer, writer in self._written.items() if writer in arguments.STATEFUL)
 
     def detach_result(self, slot: Slot) -> str:
         """The name of the slot's value without gradient (for buffers at the end of forward)."""
@@ -459,7 +313,7 @@ def tensor_ref(name: str, fake: Tensor, kind: Kind, where: str) -> TensorRef:
 
 
 def _storage(fake: Tensor) -> int:
-    return fake.untyped_storage()._cdata
+    return int(fake.untyped_storage()._cdata)
 
 
 def _to_fake(value: Any) -> Any:

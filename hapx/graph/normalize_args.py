@@ -34,6 +34,13 @@ STATEFUL: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "aten.instance_norm.default": ("use_input_stats", ("running_mean", "running_var")),
 }
 
+# c10's numbers of the constants that occur as defaults.
+_NUMBERED: Mapping[str, Mapping[int, Any]] = {
+    "MemoryFormat": {0: torch.contiguous_format, 1: torch.preserve_format, 2: torch.channels_last, 3: torch.channels_last_3d},
+    "ScalarType": {3: torch.int32, 4: torch.int64, 6: torch.float32, 7: torch.float64, 11: torch.bool},
+    "Layout": {0: torch.strided},
+}
+
 _RANDOM = re.compile(r"\.(.*rand|.*dropout|.*bernoulli|.*normal(_functional)?$|.*multinomial|.*uniform|.*poisson|.*exponential|.*geometric|.*cauchy)")
 
 
@@ -60,8 +67,16 @@ def bind(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         elif argument.name in kwargs:
             bound[argument.name] = kwargs[argument.name]
         else:
-            bound[argument.name] = argument.default_value if argument.has_default_value() else None
+            bound[argument.name] = _default(argument)
     return bound
+
+
+def _default(argument: Any) -> Any:
+    """The default of a schema's argument; torch constants are plain numbers there."""
+    value = argument.default_value if argument.has_default_value() else None
+    if isinstance(value, int) and (table := next((t for kind, t in _NUMBERED.items() if kind in str(argument.real_type)), None)):
+        return table[value]
+    return value
 
 
 def is_identity(op: Any, bound: Mapping[str, Any]) -> bool:
@@ -119,7 +134,7 @@ def functional_twin(op: torch._ops.OpOverload, where: str) -> torch._ops.OpOverl
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
     twin = getattr(packet, op._overloadname, None) if packet is not None else None
-    if twin is None or is_random(twin) and "dropout" not in name or written_arguments(twin):
+    if twin is None or (is_random(twin) and "dropout" not in name) or written_arguments(twin):
         raise UnsupportedOperatorError(
             f"{name_of(op)} writes into a tensor and has no form that makes a new one", where=where, hint="use an operator that makes a new tensor"
         )

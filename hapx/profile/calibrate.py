@@ -31,6 +31,7 @@ from hapx.cluster.spec import PRECISIONS, ClusterSpec, DeviceType, Link, Machine
 from hapx.errors import LaunchError
 
 SNAP = 0.15
+REPEATS = 5
 MATRICES = ((512, 256, 1024), (1024, 160, 640), (2048, 512, 512))  # rows (tokens) x inner x columns: the sizes of small models
 GPU_MATRICES = ((4096, 1024, 4096), (8192, 2048, 2048), (16384, 768, 3072))
 COPY_BYTES, GPU_COPY_BYTES = 16 * 2**20, 256 * 2**20
@@ -72,6 +73,8 @@ def calibrate(
             f"{dist.get_world_size()} processes were started", where=f"cluster {cluster.name}", allowed=f"{cluster.num_devices}, one per device"
         )
     share = seconds / 2 if grouped else seconds
+    if grouped:
+        dist.barrier()  # all at once, as in training
     mine = measure_device(device, precision, share, clock=clock, pause=pause)
     every = _gathered(asdict(mine)) if grouped else [asdict(mine)] * cluster.num_devices
     result = with_devices(cluster, [Measured(**m) for m in every], precision)
@@ -88,7 +91,14 @@ def measure_device(
     gpu = device.type != "cpu"
     timer = _Timer(device, clock or time.perf_counter, pause or (lambda: None))
     dtype = getattr(torch, precision)
-    rates = [timer.rate(2.0 * m * k * n, _product(m, k, n, dtype, device), seconds / 6) for m, k, n in (GPU_MATRICES if gpu else MATRICES)]
+    sizes = GPU_MATRICES if gpu else MATRICES
+    products = [_product(m, k, n, dtype, device) for m, k, n in sizes]
+
+    def multiply() -> None:
+        for product in products:
+            product()
+
+    flops = timer.rate(sum(2.0 * m * k * n for m, k, n in sizes), multiply, seconds / 2)
     size = GPU_COPY_BYTES if gpu else COPY_BYTES
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -99,7 +109,7 @@ def measure_device(
         for _ in range(100):
             tiny.add_(1.0)
 
-    return Measured(median(rates), bandwidth, 1.0 / timer.rate(100.0, kernels, seconds / 4))
+    return Measured(flops, bandwidth, 1.0 / timer.rate(100.0, kernels, seconds / 4))
 
 
 def _product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -115,18 +125,22 @@ class _Timer:
     pause: Callable[[], None]
 
     def rate(self, amount: float, work: Callable[[], object], seconds: float) -> float:
-        """Amount of work per second: median over repeats, at least 5, for about `seconds` on the wall."""
+        """Amount of work per second: median of `REPEATS`, in about `seconds` on the wall. A repeat is long enough to meet everything that
+        else happens on the machine, processes that share a core above all."""
         work()  # first calls allocate
-        times: list[float] = []
-        end = time.perf_counter() + seconds
-        while len(times) < 5 or (time.perf_counter() < end and len(times) < 200):
-            self._finish()
+        begin = time.perf_counter()
+        work()
+        self._finish()
+        count = max(round(seconds / REPEATS / max(time.perf_counter() - begin, 1e-6)), 1)
+        times = []
+        for _ in range(REPEATS):
             start = self.clock()
-            work()
+            for _ in range(count):
+                work()
             self._finish()
             times.append(self.clock() - start)
             self.pause()
-        return amount / max(median(times), 1e-9)
+        return amount * count / max(median(times), 1e-9)
 
     def _finish(self) -> None:
         if self.device.type == "cuda":

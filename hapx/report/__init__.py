@@ -1,6 +1,4 @@
-"""Plans as people read them. Text only: plain ASCII, at most 120 columns, no colours."""
+"""Plans as people read them: `table.plan_table`, `compare.compare_table`, `catalogue.catalogue_table`.
 
-from hapx.report.compare import compare_table
-from hapx.report.table import plan_table
-
-__all__ = ["compare_table", "plan_table"]
+Text only: plain ASCII, at most 120 columns, no colours.
+"""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hapx.plan import Plan
+from hapx.report.render import new_table, render
 from hapx.report.split import time_split
-from hapx.report.table import new_table, render
 from hapx.report.words import share_text, size_text, time_text
 
 

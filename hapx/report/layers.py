@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from hapx.ir import Kind, OpCall, TensorRef
 from hapx.plan import Axes, Communication, Plan, Program, Triple
 from hapx.report.words import Vocabulary, collective_text, ranges_text, size_text
-from hapx.states import Invariant, Placement, Property, Replicated, Sharded
+from hapx.states import Invariant, Partial, Placement, Property, Replicated, Sharded
 from hapx.transposes import backward_collective, forward_collective
 
 
@@ -35,9 +35,9 @@ def layers(plan: Plan) -> tuple[Layer, ...]:
 
 @dataclass
 class _Draft:
-    """A row in the making. `moved`: bytes forward and backward by what moves them."""
+    """A row in the making. `weights`: phrase by parameter. `moved`: bytes forward and backward by what moves them."""
 
-    weights: dict[str, None] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
     activations: dict[str, None] = field(default_factory=dict)
     moved: dict[tuple[str, str | None, str | None], list[int]] = field(default_factory=dict)
     inside: dict[str, None] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class _Collector:
                 draft = self.drafts.setdefault(users.get(triple.post[0], self._made_in(triple.post[0].tensor)), _Draft())
                 self._conversion(triple, triple.body, draft)
         return [
-            Layer(module, tuple(d.weights), tuple(d.activations), (*_moved(d.moved), *d.inside))
+            Layer(module, _weights(d.weights), tuple(d.activations), (*_moved(d.moved), *d.inside))
             for module, d in self.drafts.items()
             if d.weights or d.activations or d.moved
         ]
@@ -83,10 +83,10 @@ class _Collector:
         for p in triple.pre:
             ref = self.graph.refs[p.tensor]
             if ref.kind is Kind.PARAMETER:
-                draft.weights[self._weight(ref, p.placement)] = None
+                draft.weights.setdefault(ref.name, self._weight(ref, p.placement))
         for p in triple.post:
             ref = self.graph.refs[p.tensor]
-            if ref.size > 1 and ref.kind is Kind.VALUE:
+            if ref.size > 1 and ref.kind is Kind.VALUE and ref.requires_grad:
                 draft.activations[self.words.placement(ref, p.placement)] = None
         axes = [v for _, v in triple.body.args if isinstance(v, Axes) and v.axes]
         if axes and triple.body.target == "hapx.linear_sfb":
@@ -99,6 +99,8 @@ class _Collector:
 
     def _weight(self, ref: TensorRef, used: Placement) -> str:
         stored = self.storage[ref.name]
+        if any(isinstance(s, Partial) for s in used.states) and not any(isinstance(s, Partial) for s in stored.states):
+            return "whole, added on one device"
         text = self.words.placement(ref, used)
         kept = self.words.placement(ref, stored)
         return text if text == kept else f"stored {kept}, used {text}"
@@ -113,17 +115,27 @@ class _Collector:
             if forward or backward:
                 whole = after if isinstance(step.source, Sharded) else at
                 size = self.words.message_bytes(ref, whole, step.axis)
+                twice = step.free and forward == "all_gather" and backward is not None
+                if twice:  # gathered again in backward
+                    backward = f"all_gather and {backward}"
                 sizes = draft.moved.setdefault((self._what(ref, step), forward, backward), [0, 0])
                 sizes[0] += size if forward else 0
-                sizes[1] += size * (2 if step.free and forward == "all_gather" else 1) if backward else 0
+                sizes[1] += size * (1 + twice) if backward else 0
             at = after
 
     def _what(self, ref: TensorRef, step: Communication) -> str:
         over = f" over {self.words.mesh.axes[step.axis].name}" if len(self.words.mesh.axes) > 1 else ""
         if ref.kind is Kind.PARAMETER:
             synchronised = isinstance(step.source, Invariant) and isinstance(step.target, Replicated)
-            return ("gradients" if synchronised else "weights, gathered twice" if step.free else "weights") + over
+            return ("gradients" if synchronised else "weights") + over
         return ("loss" if ref.name == self.graph.loss else "activations") + over
+
+
+def _weights(phrases: Mapping[str, str]) -> tuple[str, ...]:
+    """One phrase if all parameters of the module share it, else one each with the last part of its name."""
+    if len(set(phrases.values())) <= 1:
+        return tuple(dict.fromkeys(phrases.values()))
+    return tuple(f"{name.rsplit('.', 1)[-1]}: {text}" for name, text in phrases.items())
 
 
 def _moved(moved: Mapping[tuple[str, str | None, str | None], list[int]]) -> Iterable[str]:

@@ -6,24 +6,16 @@ the plan, the cost model or the simulator; nothing is measured here.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
 from itertools import groupby
-
-from rich.box import Box
-from rich.console import Console
-from rich.table import Table
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.layout import local_shape
 from hapx.plan import Plan, Stage
 from hapx.report.layers import layers
+from hapx.report.render import new_table, render
 from hapx.report.split import time_split
 from hapx.report.words import Vocabulary, ranges_text, share_text, size_text, time_text
 from hapx.states import Property, Sharded
-
-WIDTH = 120
-RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
 def plan_table(plan: Plan, against: Plan | None = None) -> str:
@@ -34,24 +26,10 @@ def plan_table(plan: Plan, against: Plan | None = None) -> str:
     return "\n\n".join(sections)
 
 
-def render(table: Table) -> str:
-    """A rich table as plain text without trailing blanks."""
-    out = io.StringIO()
-    Console(file=out, width=WIDTH, color_system=None, legacy_windows=False, _environ={}).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
-
-
-def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(box=RULED, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="none")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
 def _title(plan: Plan) -> str:
     cluster, mesh = plan.cluster, plan.stages[0].mesh
-    axes = " x ".join(f"{a.size} {a.name}" for a in mesh.axes)
-    return f"plan for {cluster.name}: {cluster.num_devices} devices as {axes}, strategy {plan.restriction.name}, {plan.precision}, {plan.optimizer}"
+    axes = f" as {' x '.join(f'{a.size} {a.name}' for a in mesh.axes)}" if len(mesh.axes) > 1 else ""
+    return f"plan for {cluster.name}: {cluster.num_devices} devices{axes}, strategy {plan.restriction.name}, {plan.precision}, {plan.optimizer}"
 
 
 # ---- devices -----------------------------------------------------------------------------------------------------------
@@ -73,7 +51,17 @@ def _devices(plan: Plan) -> str:
         each = " each" if len(members) > 1 else ""
         samples = "all" if first[4] is None else f"{first[4]}{each}"
         table.add_row(ranges_text(m[0] for m in members), where, first[2], first[3] + each, samples, first[5] + each)
-    return render(table)
+    idle = (
+        ""
+        if batch or _splits(plan)
+        else "\nnothing is split: every device computes the whole batch, because communication would cost more than it saves"
+    )
+    return render(table) + idle
+
+
+def _splits(plan: Plan) -> bool:
+    """Whether any instruction's work is divided."""
+    return any(cut is not None for i in plan.stages[0].program.instructions for cut in i.triple.work)
 
 
 def _memory(plan: Plan, cluster: ClusterSpec, device: int) -> str:

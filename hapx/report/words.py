@@ -1,21 +1,23 @@
 """Plain words for placements, lengths, collectives and numbers.
 
 In: what a plan holds. Out: short text such as "batch split 5:5:1:1", "heads split evenly", "whole", "partial sums". Invariant: ASCII only.
-A dim is named after what it is in the model: the batch (from the graph), heads and vocabulary (cuts that attention and embeddings use),
-else outputs and inputs of a weight, features or dim 2 of an activation.
+A dim is named after the class of dims that it goes together with (`hapx.theory.grains`): batch, heads, vocabulary, sequence where inputs, attention
+and embeddings say so; else outputs and inputs of a weight, features or "dim 1" of an activation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
 from hapx.ir import Graph, Kind, TensorRef
 from hapx.layout import Lengths, local_shape
-from hapx.plan import Mesh, Plan, Program
-from hapx.states import REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded
+from hapx.plan import Mesh, Plan
+from hapx.states import REPLICATED, Invariant, Partial, Placement, Replicated, Sharded
+from hapx.theory.grains import Grains, find_grains
+from hapx.theory.registry import Site
 
 
 def size_text(number: float) -> str:
@@ -73,11 +75,6 @@ class Vocabulary:
     graph: Graph
     mesh: Mesh
     lengths: Lengths
-    _batch: Mapping[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        batch = {o.name: d for n in self.graph.nodes for o, d in zip(n.outputs, n.batch_dims, strict=True) if d is not None}
-        object.__setattr__(self, "_batch", batch)
 
     @classmethod
     def of(cls, plan: Plan) -> Vocabulary:
@@ -109,57 +106,39 @@ class Vocabulary:
 
     def dim(self, ref: TensorRef, state: Sharded) -> str:
         """What the split dim is."""
-        if self._batch.get(ref.name) == state.dim or (ref.kind is Kind.INPUT and state.dim == 0):
-            return "batch"
-        factor = (state.outer, state.cut.units, state.inner)
-        if state.dim == len(ref.shape) - 1 or ref.kind in (Kind.PARAMETER, Kind.BUFFER) or self._heads_dim(ref, state.dim):
-            if (ref.name, state.dim) in self._vocabulary_dims:
-                return "vocabulary"
-            if self._is_heads(factor) or self._heads_dim(ref, state.dim):
-                return "heads"
-        if ref.kind is Kind.PARAMETER and len(ref.shape) > 1:
+        name = self._names.get(self._grains.classes.get((ref.name, Site(state.dim, state.outer)), -1))
+        if name is not None:
+            return name
+        if ref.kind is Kind.PARAMETER:
             sides = ("output channels", "input channels") if len(ref.shape) > 2 else ("outputs", "inputs")
             return sides[state.dim] if state.dim < 2 else f"dim {state.dim}"
         return "features" if state.dim == len(ref.shape) - 1 else f"dim {state.dim}"
 
     @cached_property
-    def _heads(self) -> Mapping[str, int]:
-        """Tensors that attention reads or makes, with their dim of heads."""
-        found: dict[str, int] = {}
-        for node in self.graph.nodes:
-            if "attention" in node.call.op:
-                names = [r for r in node.call.refs() if len(self.graph.refs[r].shape) == 4]
-                found |= dict.fromkeys((*names, *(o.name for o in node.outputs if len(o.shape) == 4)), 1)
-        return found
-
-    def _heads_dim(self, ref: TensorRef, dim: int) -> bool:
-        return self._heads.get(ref.name) == dim
-
-    def _is_heads(self, factor: tuple[int, int, int]) -> bool:
-        """Whether a cut deals out units that are heads of attention, each `inner` columns wide."""
-        sizes = {(self.graph.refs[n].shape[1], self.graph.refs[n].shape[3]) for n in self._heads}
-        return any(factor[1] * factor[2] == heads * width and factor[2] % width == 0 for heads, width in sizes)
+    def _grains(self) -> Grains:
+        return find_grains(self.graph)
 
     @cached_property
-    def _vocabulary_dims(self) -> frozenset[tuple[str, int]]:
-        """Dims that run over the symbols of an embedding or the classes of a cross-entropy."""
-        found = set()
+    def _names(self) -> Mapping[int, str]:
+        """Names of classes of dims, those that go together without communication; where several fit, the first."""
+        refs, classes = self.graph.refs, self._grains.classes
+        found = [("batch", name, 0) for name in self.graph.input_names if refs[name].shape[:1] == (self.graph.batch,)]
         for node in self.graph.nodes:
-            refs = [self.graph.refs[r] for r in node.call.refs()]
-            if node.call.op == "aten.embedding":
-                found.add((refs[0].name, 0))
+            operands = [refs[r] for r in node.call.refs()]
+            if "attention" in node.call.op:
+                found += [
+                    (what, r.name, dim) for r in (*operands[:3], *node.outputs) if len(r.shape) == 4 for what, dim in (("heads", 1), ("sequence", 2))
+                ]
+            elif node.call.op == "aten.embedding":
+                found.append(("vocabulary", operands[0].name, 0))
             elif node.call.op == "aten.cross_entropy_loss":
-                found.add((refs[0].name, 1 if len(refs[0].shape) > 1 else 0))
-                found |= {(self.graph.refs[o].name, len(self.graph.refs[o].shape) - 1) for o in self._same_values(refs[0].name)}
-        return frozenset(found)
-
-    def _same_values(self, name: str) -> list[str]:
-        """The tensors that `name` is a view of."""
-        found = []
-        while (made := self.graph.producer.get(name)) is not None and self.graph.nodes[made].call.op in VIEWS:
-            name = self.graph.nodes[made].call.refs()[0]
-            found.append(name)
-        return found
+                found.append(("vocabulary", operands[0].name, 1 if len(operands[0].shape) > 1 else 0))
+        order = ("batch", "heads", "vocabulary", "sequence")
+        names: dict[int, str] = {}
+        for what, name, dim in sorted(found, key=lambda f: order.index(f[0])):
+            if (name, Site(dim)) in classes:
+                names.setdefault(classes[name, Site(dim)], what)
+        return names
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
@@ -170,17 +149,3 @@ class Vocabulary:
         for n in local_shape(ref.shape, placement.with_state(axis, REPLICATED), self.mesh.sizes, self.lengths, first):
             size *= n
         return size * (ref.bytes // max(ref.size, 1))
-
-
-VIEWS = frozenset(f"aten.{name}" for name in ("view", "reshape", "flatten", "_unsafe_view", "contiguous", "alias", "to", "clone", "squeeze"))
-
-
-def cut_of_batch(program: Program, words: Vocabulary) -> Cut | None:
-    """The cut by which a program splits the batch over the uneven axis, if it does so."""
-    uneven = program.mesh.uneven if program.mesh.uneven is not None else 0
-    for instruction in program.instructions:
-        for p in instruction.triple.post:
-            state = p.placement.states[uneven]
-            if isinstance(state, Sharded) and words.dim(words.graph.refs[p.tensor], state) == "batch":
-                return state.cut
-    return None

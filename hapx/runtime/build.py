@@ -6,16 +6,17 @@ local variable; operators are aten calls, conversions and composites are submodu
 runs the same instructions in the same order, so the collectives match, forward and backward; a call that has no elements on this
 device keeps its place (`hapx.runtime.empty`).
 
-A parameter's conversion Invariant -> Replicated is no collective in its place: the parameter enters the gradient synchroniser
-(`hapx.runtime.gradients`) before all other steps of its path. Steps along different axes commute, so this changes nothing.
+The conversion Invariant -> Replicated of a parameter as it is stored is no collective in its place: the parameter enters the gradient
+synchroniser (`hapx.runtime.gradients`) before all other steps of its path. Steps along different axes commute, so this changes nothing.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from hapx.errors import PlanError
 from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef, TorchConst, Value
 from hapx.layout import local_offset
 from hapx.plan import Axes, Communication, Instruction, LocalBlock, LocalIndices, LocalOffset, LocalShape, Plan, ProgramKey, Triple
-from hapx.runtime.empty import EmptyCall, EmptyConvolution
+from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example
 from hapx.runtime.gradients import BUCKET_BYTES, Key, Layout, Pass, Use, bucket_layout
 from hapx.runtime.local import Communicators, Position
 from hapx.runtime.names import Names, identifier
@@ -53,12 +54,19 @@ class Synchronise(nn.Module):
         return f"{self.key[0]}: gradients are summed over axes {self.key[1]}"
 
 
-class Composite(nn.Module):
-    """A call of a composite; tensors are passed, everything else is bound."""
+def under_autocast(device: str, dtype: torch.dtype, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call as inside of an autocast region of the model; everything else runs without autocast."""
+    with torch.autocast(device, dtype=dtype):
+        return function(*args, **kwargs)
 
-    def __init__(self, target: str, function: Callable[..., Any], arguments: tuple[tuple[str, Any], ...]):
+
+class Composite(nn.Module):
+    """A call of a composite; tensors are passed, everything else is bound. `autocast`: (device, dtype) of the region, if any."""
+
+    def __init__(self, target: str, function: Callable[..., Any], arguments: tuple[tuple[str, Any], ...], autocast: tuple[str, torch.dtype] | None):
         super().__init__()
-        self.target, self.function, self.arguments = target, function, arguments
+        self.target, self.arguments = target, arguments
+        self.function = function if autocast is None else partial(under_autocast, *autocast, function)
 
     def forward(self, *operands: Tensor) -> Any:
         remaining = iter(operands)
@@ -75,10 +83,19 @@ def _fill(value: Any, operands: Any) -> Any:
     return tuple(_fill(v, operands) for v in value) if isinstance(value, tuple) else value
 
 
+def _fill_all(args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with its operands in their places, in order of occurrence (keyword arguments come last in schemas)."""
+    remaining = iter(operands)
+    filled = _fill(args, remaining), {k: _fill(v, remaining) for k, v in kwargs.items()}
+    assert next(remaining, None) is None, "operands are left over"
+    return filled
+
+
 @dataclass(frozen=True)
 class LocalProgram:
-    """What one device runs. `parameters`, `buffers`, `inputs`: names of the module's arguments, in order. `gives`: what it returns.
-    `input_placements`: in which placement each input arrives. `position`: this device's place under the lengths of this program. `layout`: buckets of the parameters that `entries` take in."""
+    """What one device runs. `parameters`, `buffers`, `inputs`: names of the module's arguments, in order; `input_placements`: in which
+    placement each input arrives; `gives`: what it returns. `position`: this device's place under the lengths of this program.
+    `layout`: buckets of the parameters that `entries` take in."""
 
     key: ProgramKey
     graph: Graph
@@ -123,6 +140,7 @@ class _Builder:
     ):
         stage = plan.stages[0]
         self.graph, self.program = plan.graphs[key], stage.programs[key]
+        self.stored = frozenset(self.program.needs)
         self.key, self.position, self.communicators, self.rng, self.device = key, Position.of(stage, key, rank), communicators, rng, device
         self.local_inputs = local_inputs
         self.fx, self.root = fx.Graph(), nn.Module()
@@ -131,6 +149,8 @@ class _Builder:
         self.entered: dict[Key, fx.Node] = {}
         self.entries: list[Synchronise] = []
         self.uses: list[Use] = []
+        regions = [r for r in self.graph.regions if r.kind == "autocast"]
+        self.autocast = {i: (device.type, getattr(torch, dict(r.options)["dtype"].name)) for r in regions for i in range(r.start, r.stop)}
 
     def build(self, bucket_bytes: int) -> LocalProgram:
         parameters, buffers, inputs = self._placeholders()
@@ -182,6 +202,8 @@ class _Builder:
 
     def _instruction(self, instruction: Instruction) -> None:
         triple = instruction.triple
+        if instruction.remat is not None:
+            raise PlanError("a plan with rematerialisation cannot be run yet", where=str(triple), hint='plan with remat="none"')
         if all(p in self.variables for p in triple.post):  # the first that makes a property stands
             return
         if isinstance(triple.body, OpCall):
@@ -201,7 +223,7 @@ class _Builder:
         if ref.kind is Kind.INPUT and source not in self.variables:
             raise PlanError(f"input {ref.name} arrives cut, but {triple} needs all of it")
         node, at = self._read(source), source.placement
-        if ref.kind is Kind.PARAMETER:
+        if source in self.stored and ref.kind is Kind.PARAMETER:  # not a copy of it, whose cotangent must go on to the parameter
             axes = tuple(sorted(c.axis for c in path if c.gradient and isinstance(c.source, Invariant) and isinstance(c.target, Replicated)))
             if axes:
                 node = self._enter(ref, axes, source.placement, node)
@@ -234,13 +256,21 @@ class _Builder:
         label = identifier(call.op.split(".", 1)[1])
         if call.target in COMPOSITES:
             arguments = tuple((name, self._bound(name, value)) for name, value in call.args)
-            node, listed = self._submodule(label, Composite(call.target, COMPOSITES[call.target], arguments), *operands), len(outputs) > 1
+            module = Composite(call.target, COMPOSITES[call.target], arguments, self.autocast.get(triple.node))
+            node, listed = self._submodule(label, module, *operands), len(outputs) > 1
         else:
             function = find_operator(call.target)
             listed = _returns_several(function)
-            stand_in = self._stand_in(triple, call, outputs, listed)
+            args, kwargs = self._arguments(function, call)
+            stand_in = self._stand_in(triple, call, function, args, kwargs, listed)
             if stand_in is None:
-                node = self._aten(function, call, operands, label if listed else identifier(outputs[0].name))
+                args, kwargs = _fill_all(args, kwargs, operands)
+                name = label if listed else identifier(outputs[0].name)
+                if triple.node in self.autocast:
+                    args, called = (*self.autocast[triple.node], function, *args), under_autocast
+                else:
+                    called = function
+                node = self.fx.create_node("call_function", called, args, kwargs, name=name)
             else:
                 node = self._submodule(f"empty_{label}", stand_in, *operands)
         self._bind(node, triple, outputs, listed)
@@ -251,37 +281,42 @@ class _Builder:
             value = self.fx.create_node("call_function", operator.getitem, (node, i), name=identifier(ref.name)) if listed else node
             self.variables.setdefault(p, value)
 
-    def _stand_in(self, triple: Triple, call: OpCall, outputs: tuple[TensorRef, ...], listed: bool) -> nn.Module | None:
-        """What replaces a call that has no elements on this device, or None."""
+    def _stand_in(
+        self, triple: Triple, call: OpCall, function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], listed: bool
+    ) -> nn.Module | None:
+        """What replaces a call that has no elements on this device and that the kernel refuses, or None."""
+        assert triple.node is not None
+        outputs = self.graph.nodes[triple.node].outputs
         shapes = [self.position.shape(r.shape, p.placement) for r, p in zip(outputs, triple.post, strict=True)]
+        refs = [self.graph.refs[p.tensor] for p in triple.pre]
+        local = [self.position.shape(r.shape, p.placement) for r, p in zip(refs, triple.pre, strict=True)]
         if triple.pre and all(0 in s for s in shapes):
+            examples = [example(s, getattr(torch, r.dtype), r.requires_grad, self.device) for s, r in zip(local, refs, strict=True)]
+            if accepts(function, *_fill_all(args, kwargs, examples), shapes):
+                return None
             described = [(s, getattr(torch, r.dtype), r.requires_grad) for s, r in zip(shapes, outputs, strict=True)]
-            return EmptyCall(call.target, described, listed)
-        if call.op in CONVOLUTIONS:
-            weight = triple.pre[1]  # input, weight, bias
-            if 0 in self.position.shape(self.graph.refs[weight.tensor].shape, weight.placement):
-                return EmptyConvolution(call.target, shapes[0])
+            return EmptyCall(call.target, described, listed, saves=call.op in CONVOLUTIONS)
+        if call.op in CONVOLUTIONS and 0 in local[1]:  # input, weight, bias
+            return EmptyConvolution(call.target, shapes[0])
         return None
 
-    def _aten(self, function: torch._ops.OpOverload, call: OpCall, operands: list[fx.Node], name: str) -> fx.Node:
-        """The call with positional arguments up to the last one that is not a default, and keyword arguments."""
-        given, remaining = dict(call.args), iter(operands)
-        values = {name: _fill(self._bound(name, value), remaining) for name, value in call.args}
+    def _arguments(self, function: torch._ops.OpOverload, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional arguments up to the last one that is not a default, and keyword arguments; Refs in the places of operands."""
+        values = {name: self._bound(name, value) for name, value in call.args}
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for argument in function._schema.arguments:
-            value = values[argument.name] if argument.name in given else argument.default_value
-            if argument.name == "device" and value is None and not operands:
+            value = values.get(argument.name, argument.default_value)
+            if argument.name == "device" and value is None and not call.refs():
                 value = self.device  # factories make their tensor where this rank computes
-            if argument.kwarg_only:
-                if not _is_default(argument, value):
-                    kwargs[argument.name] = value
-            else:
+            if not argument.kwarg_only:
                 args.append(value)
+            elif not _is_default(argument, value):
+                kwargs[argument.name] = value
         positional = [a for a in function._schema.arguments if not a.kwarg_only]
         while args and _is_default(positional[len(args) - 1], args[-1]):
             args.pop()
-        return self.fx.create_node("call_function", function, tuple(args), kwargs, name=name)
+        return tuple(args), kwargs
 
     def _bound(self, name: str, value: Value) -> Any:
         """An argument as this device sees it; Refs stay."""

@@ -79,7 +79,8 @@ class Executor:
         arguments = [self.module.get_parameter(n) for n in program.parameters]
         arguments += [self.module.get_buffer(n) for n in program.buffers]
         arguments += [inputs[n] for n in program.inputs]
-        with freeing():
+        # the program says itself which calls are under autocast, whatever the caller has on
+        with freeing(), torch.autocast(self.device.type, enabled=False):
             values = program.module(*arguments)
         for entry in program.entries:
             entry.current = None  # the pass belongs to the graph that autograd keeps, not to the program
@@ -157,7 +158,7 @@ class Executor:
         for _, p in named:
             assert p.grad is not None
             p.grad.mul_(scale.to(p.grad.dtype))
-        return total
+        return total.to(named[0][1].dtype if named else torch.float32)
 
 
 def _cuts_batch(c: Communication) -> bool:

@@ -173,10 +173,9 @@ def check(facts: Sequence[Facts], cluster: ClusterSpec, simulated: bool) -> None
     """Raises LaunchError where the processes contradict the cluster. Rank i is device i. `simulated`: CPU ranks may all share one host,
     whatever machines the cluster has."""
     if len(facts) != cluster.num_devices:
-        raise LaunchError(
-            f"{_count(len(facts), 'process', 'es')} for a cluster of {_count(cluster.num_devices, 'device', 's')}",
-            where=f"cluster {cluster.name!r}", allowed=f"a world size of {cluster.num_devices}", hint="start as many processes as the cluster has devices",
-        )  # fmt: skip
+        what = f"{_count(len(facts), 'process', 'es')} for a cluster of {_count(cluster.num_devices, 'device', 's')}"
+        allowed, hint = f"a world size of {cluster.num_devices}", "start as many processes as the cluster has devices"
+        raise LaunchError(what, where=f"cluster {cluster.name!r}", allowed=allowed, hint=hint)
     for what in ("torch", "cluster"):
         values = {getattr(f, what) for f in facts}
         if len(values) > 1:

@@ -31,6 +31,8 @@ class ParameterStore:
     def __init__(self, module: nn.Module, plan: Plan, position: Position, communicators: Communicators, device: torch.device):
         self.module, self.plan, self.position, self.communicators, self.device = module, plan, position, communicators, device
         self.placements = {name: s.copies[0].placement for name, s in plan.storage_of.items()}
+        known = {id(t): self.placements[n] for n, t in self._named(remove_duplicate=False) if n in self.placements}
+        self.placements |= {n: known[id(t)] for n, t in self._named(remove_duplicate=False) if id(t) in known}  # ties that the graph does not see
         self.shapes = {n: tuple(t.shape) for n, t in self._named(remove_duplicate=False)}
         self._check()
         self._shard()
@@ -128,7 +130,7 @@ class ParameterStore:
         if missing or unknown:
             parts = [f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
             raise HapError(f"the state dict does not fit the model: {'; '.join(parts)}", where="load_full_state_dict")
-        for name, tensor in own.items():
+        for name in own:
             if tuple(state[name].shape) != self.shapes[name]:
                 raise HapError(f"{name} has shape {list(state[name].shape)}", where="load_full_state_dict", allowed=str(list(self.shapes[name])))
         with torch.no_grad():

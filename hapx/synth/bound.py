@@ -5,36 +5,59 @@ a program becomes additive and the pending vectors leave the state:
 
     cost(rest) >= max over w of ( sum_j w_j (pf_j + pb_j) + H_w(rest) ).
 
-H_w is relaxed once more, so that it can be tabulated: of everything that is live, only one value keeps its available placements; all others may be
-in any placement for nothing. H_w(k, v, mask) is then a dynamic program over the steps k, backward: the cheapest move, plus what is left for v or for
-one of the move's results, whichever is more. A state's bound is the largest over its live values. With w the unit vectors this contains the bound
-max_j (pending_j + sum over the rest of the least comp_j).
+H_w is relaxed once more, so that it can be tabulated: of everything that is live, only one value keeps what is available, and only as long as that is
+what follows for free from one placement; anything else may be in any placement for nothing. With H_k(v, p) for value v in placement p before step k,
+
+    H_k(v, p) = min over choices c of  w.cost(c) + w.conversion(p -> need_c) + max( H_k+1(v, p'), H_k+1(o, give_c) for each result o ),
+
+backward over the steps, as matrices (placements x choices x weights). A partial program's bound is the largest over its live values. With w the unit
+vectors this contains the bound max_j (pending_j + sum over the rest of the least comp_j).
 
 Invariant: never more than the true cost of the rest.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import permutations
 from operator import add
 
-from hapx.synth.effect import Effect, Vector
-from hapx.synth.moves import Move, Moves
-from hapx.synth.problem import Problem, Step, StepClass
+import numpy as np
+import numpy.typing as npt
 
-Key = tuple[int, str, int]  # step, value ("" for none), mask
+from hapx.synth.effect import Effect, Vector
+from hapx.synth.moves import Moves
+from hapx.synth.problem import Problem, Step, StepClass
+from hapx.synth.tables import TensorTable
+
+Array = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """A step class: weighted cost per choice (choices x weights); the placement that each choice needs of a slot, and gives of a result."""
+
+    base: Array
+    needs: tuple[Numbers, ...]
+    gives: tuple[Numbers, ...]
 
 
 class Bound:
     def __init__(self, problem: Problem, moves: Moves):
         self.problem, self.moves = problem, moves
-        self.kinds = problem.terms.kinds
-        n = self.kinds
-        units: list[Vector] = [tuple(float(i == j) for i in range(n)) for j in range(n)]
-        self.weights: list[Vector] = units + ([(1.0 / n,) * n] if n > 1 else [])
-        self.none = (0.0,) * len(self.weights)
-        self._table: dict[Key, Vector] = {}
-        self._at: list[dict[int, Vector]] = [{} for _ in range(len(problem.steps) + 1)]
-        self._moves: dict[tuple[int, tuple[int, ...]], list[tuple[Vector, Move]]] = {}
+        self.kinds = n = problem.terms.kinds
+        self.weights = np.vstack([np.eye(n), np.full((1, n), 1.0 / n)]) if n > 1 else np.ones((1, 1))
+        self.none: Vector = (0.0,) * len(self.weights)
+        self._converted: dict[int, Array] = {}
+        self._classes: dict[tuple[int, tuple[bool, ...]], Weighted] = {}
+        self._after: dict[int, Numbers] = {}
+        # per level: value -> placements (and, last, "anywhere") x weights; "" when no value is known
+        self.rows: list[dict[str, Array]] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
+        for level in range(len(problem.steps) - 1, -1, -1):
+            self._step(level)
+        self._at: list[dict[int, Vector]] = [{} for _ in self.rows]
+        self._masks: dict[tuple[int, int], list[int]] = {}
 
     def rest(self, level: int, place: int) -> Vector:
         """Per weight vector, a lower bound of the cost of steps `level` and later when `place` is available."""
@@ -46,7 +69,7 @@ class Bound:
     def estimate(self, cost: float, forward: Vector, backward: Vector, rest: Vector) -> float:
         """Cost plus the bound of the rest with these pending vectors."""
         pending = tuple(map(add, forward, backward))
-        best = max(map(add, pending, rest))  # zip stops before the uniform weights
+        best = max(map(add, pending, rest))  # one unit vector per kind; map stops before the uniform weights
         if self.kinds > 1:
             best = max(best, sum(pending) / self.kinds + rest[-1])
         return cost + best
@@ -54,73 +77,118 @@ class Bound:
     def _rest(self, level: int, place: int) -> Vector:
         if level == len(self.problem.steps):
             return self.none
-        live = [(name, place >> shift & table.full) for name, table, shift in self.problem.steps[level].live if not table.parameter]
-        found = [self._value((level, name, mask)) for name, mask in live] or [self._value((level, "", 0))]
-        return found[0] if len(found) == 1 else tuple(map(max, *found))
+        best = self.rows[level][""][0]
+        for name, table, shift in self.problem.steps[level].live:
+            if not table.stored:
+                best = np.maximum(best, self.rows[level][name][self._rows(table, place >> shift & table.full)].max(axis=0))
+        return tuple(best.tolist())
 
-    def _value(self, wanted: Key) -> Vector:
-        """The dynamic program, on demand, without recursion (graphs are deeper than Python's stack)."""
-        table, stack = self._table, [wanted]
-        while stack:
-            key = stack[-1]
-            if key in table:
-                stack.pop()
-                continue
-            branches = self._branches(key)
-            missing = [next_key for _, nexts in branches for next_key in nexts if next_key not in table]
-            if missing:
-                stack.extend(missing)
-                continue
-            stack.pop()
-            best = (float("inf"),) * len(self.weights)
-            for cost, nexts in branches:
-                rest = [table[n] for n in nexts]
-                top = rest[0] if len(rest) == 1 else tuple(map(max, *rest)) if rest else self.none
-                best = tuple(map(min, best, map(add, cost, top)))
-            table[key] = best
-        return table[wanted]
+    def _rows(self, table: TensorTable, mask: int) -> list[int]:
+        """Placements from which all of `mask` is free (any of them bounds it), and "anywhere"."""
+        key = id(table), mask
+        if key not in self._masks:
+            self._masks[key] = [i for i in range(len(table.placements)) if table.closure(i) & mask == mask] + [len(table.placements)]
+        return self._masks[key]
 
-    def _branches(self, key: Key) -> list[tuple[Vector, list[Key]]]:
-        """The relaxed moves: (weighted costs, the states of which one value is known afterwards)."""
-        level, name, mask = key
-        step, after = self.problem.steps[level], level + 1
-        result: dict[tuple[Key, ...], Vector] = {}
-        for cost, move in self._priced(step, name, mask):
-            nexts = [(after, o, move.place >> at & r.table.full) for o, r, at in zip(step.outputs, step.kind.results, step.kind.result_offsets, strict=True) if r.live]
-            if name in step.tensors:
-                i = step.tensors.index(name)
-                if step.kind.slots[i].live:
-                    nexts.append((after, name, move.place >> step.kind.slot_offsets[i] & step.kind.slots[i].table.full))
-            elif name:
-                nexts.append((after, name, mask))
-            if not nexts and after < len(self.problem.steps):
-                nexts.append((after, "", 0))
-            states = tuple(nexts)
-            result[states] = tuple(map(min, result[states], cost)) if states in result else cost
-        return [(cost, list(states)) for states, cost in result.items()]
+    # -- the dynamic program -----------------------------------------------------------------------------------------------------------------------
 
-    def _priced(self, step: Step, name: str, mask: int) -> list[tuple[Vector, Move]]:
-        masks = tuple(self._mask(step.kind, i, t, step.slot_shifts[i], name, mask) for i, t in enumerate(step.tensors))
-        masks = tuple(0 if m and self._first_use(step, i) else m for i, m in enumerate(masks))
-        key = id(step.kind), masks
-        if key not in self._moves:
-            self._moves[key] = [(tuple(_weighted(m.effect, w) for w in self.weights), m) for m in self.moves.at(step.kind, masks)]
-        return self._moves[key]
+    def _step(self, level: int) -> None:
+        step, after, rows = self.problem.steps[level], self.rows[level + 1], self.rows[level]
+        known = {n for n, _, _ in step.live}
+        first = tuple(bool(s.table.stored) and s.fixed is None and n not in known for n, s in zip(step.tensors, step.kind.slots, strict=True))
+        weighted = self._weighted(step.kind, first)
+        then = np.broadcast_to(after[""], weighted.base.shape)
+        for name, result, gives in zip(step.outputs, step.kind.results, weighted.gives, strict=True):
+            if result.live:
+                then = np.maximum(then, after[name][gives])
+        rows[""] = (weighted.base + then).min(axis=0, keepdims=True)
+        for name, table, _ in step.live:
+            if not table.stored:
+                rows[name] = self._value(step, name, table, weighted, then, after)
 
-    def _mask(self, kind: StepClass, index: int, tensor: str, shift: int, name: str, mask: int) -> int:
-        slot = kind.slots[index]
-        if slot.fixed is not None:
-            return slot.fixed
-        return mask if tensor == name else slot.table.full
+    def _value(self, step: Step, name: str, table: TensorTable, weighted: Weighted, then: Array, after: dict[str, Array]) -> Array:
+        if name not in step.tensors:
+            return (weighted.base[None] + np.maximum(then[None], after[name][:, None])).min(axis=1)  # type: ignore[no-any-return]
+        slot = step.tensors.index(name)
+        needs = weighted.needs[slot]
+        cost = weighted.base[None] + self._conversions(table)[:, needs]
+        if step.kind.slots[slot].live:
+            return (cost + np.maximum(then[None], after[name][self._afterwards(table)[:, needs]])).min(axis=1)  # type: ignore[no-any-return]
+        return (cost + then[None]).min(axis=1)  # type: ignore[no-any-return]
 
-    def _first_use(self, step: Step, index: int) -> bool:
-        """Whether the slot is a parameter that is used here for the first time (it is tracked, but not live before the step)."""
-        return step.slot_shifts[index] >= 0 and bool(step.kind.slots[index].table.stored) and all(n != step.tensors[index] for n, _, _ in step.live)
+    def _weighted(self, kind: StepClass, first: tuple[bool, ...]) -> Weighted:
+        """`first`: slots that are parameters used for the first time here."""
+        key = id(kind), first
+        if key not in self._classes:
+            base = []
+            for choice, effect in zip(kind.choices, self.moves.effects(kind), strict=True):
+                cost = self._weigh(effect)
+                for slot, target in choice.needs:
+                    part = kind.slots[slot]
+                    if part.fixed == 0 or first[slot]:
+                        found = [self._weigh(o.effect) for o in self.moves.options(part.table, 0, target, not part.fixed == 0)]
+                        cost = cost + (np.min(found, axis=0) if found else np.inf)
+                base.append(cost)
+            last = [dict(reversed(c.needs)) for c in kind.choices]  # one placement per slot; a second one can only cost more
+            needs = tuple(np.array([n[i] for n in last]) for i in range(len(kind.slots)))
+            gives = tuple(np.array([c.gives[i] for c in kind.choices]) for i in range(len(kind.results)))
+            self._classes[key] = Weighted(np.array(base), needs, gives)
+        return self._classes[key]
 
+    def _weigh(self, effect: Effect) -> Array:
+        total = np.array(effect.forward) + effect.backward
+        for vector in (effect.forward_pre, effect.backward_pre):
+            if vector is not None:
+                total = total + vector
+        return effect.const + self.weights @ total
 
-def _weighted(effect: Effect, weights: Vector) -> float:
-    total = effect.const
-    for vector in (effect.forward_pre, effect.forward, effect.backward_pre, effect.backward):
-        if vector is not None:
-            total += sum(w * x for w, x in zip(weights, vector, strict=True))
-    return total
+    def _afterwards(self, table: TensorTable) -> Numbers:
+        """(placement, target) -> the placement from which everything is free after the conversion, or "anywhere"."""
+        if id(table) not in self._after:
+            n = len(table.placements)
+            closures = [table.closure(i) for i in range(n)]
+            rows = [[p if closures[p] >> t & 1 else t if closures[t] & closures[p] == closures[p] else n for t in range(n)] for p in range(n)]
+            self._after[id(table)] = np.array([*rows, [n] * n])
+        return self._after[id(table)]
+
+    def _conversions(self, table: TensorTable) -> Array:
+        """(placement, target) -> the least weighted cost of a conversion from anything that is free from the placement; last row: nothing."""
+        if id(table) not in self._converted:
+            n = len(table.placements)
+            direct = self._direct(table)[:, :n]
+            rows = np.zeros((n + 1, n, len(self.weights)))
+            for p in range(n):
+                sources = [s for s in range(n) if table.closure(p) >> s & 1]
+                rows[p] = direct[sources].min(axis=0)
+                rows[p][sources] = 0.0
+            self._converted[id(table)] = rows
+        return self._converted[id(table)]
+
+    def _direct(self, table: TensorTable) -> Array:
+        """Least weighted cost over all paths between any two placements: every order of the axes, the cheapest edge on each."""
+        size, axes, w = len(table.all_placements), len(self.problem.theory.mesh.axes), len(self.weights)
+        edge = np.full((axes, size, size, w), np.inf)
+        index = np.array(table.codes)
+        for a in range(axes):
+            for p, code in enumerate(table.codes):
+                edge[a, p, p] = 0.0
+                for state in range(index[:, a].max() + 1):
+                    q = table.at_code.get(code[:a] + (state,) + code[a + 1 :])
+                    if q is not None and q != p:
+                        found = [self._weigh(self.moves.edge(e)) for e in table.edges(p, q)]
+                        if found:
+                            edge[a, p, q] = np.min(found, axis=0)
+        lookup = np.full(index.max(axis=0) + 2, -1)
+        lookup[tuple(index.T)] = np.arange(size)
+        best = np.full((size, size, w), np.inf)
+        for order in permutations(range(axes)):
+            at = np.repeat(np.arange(size)[:, None], size, axis=1)
+            cost = np.zeros((size, size, w))
+            for a in order:
+                code = index[at]
+                code[:, :, a] = index[None, :, a]
+                after = lookup[tuple(np.moveaxis(code, 2, 0))]
+                cost += np.where((at >= 0)[..., None] & (after >= 0)[..., None], edge[a][at, after], np.inf)
+                at = after
+            best = np.minimum(best, cost)
+        return best

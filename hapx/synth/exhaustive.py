@@ -17,7 +17,7 @@ from hapx.cost.terms import Shares, Term
 from hapx.ir import Kind, TensorRef
 from hapx.plan import Communication, Form
 from hapx.states import REPLICATED, Placement, Property
-from hapx.theory.conversion import free, paths
+from hapx.theory.conversion import free, paths, storages
 from hapx.theory.triple import Theory
 from hapx.transposes import forward_collective
 
@@ -107,7 +107,9 @@ class Enumeration:
     def _operand(self, needed: Property, have: Available, running: Running) -> Iterator[tuple[Available, Running]]:
         name = needed.tensor
         if name not in have:
-            for stored in self.theory.stored[name]:
+            once = sum(t.tensor == name for ts in self.theory.triples for t in ts[0].pre) == 1
+            options = self.theory.stored[name]
+            for stored in storages(options, needed.placement) if once else options:
                 memory = _plus(running.memory, self._at(self.costs.storage(self.graph.refs[name], stored)))
                 update = max(self._at(self.costs.update(self.graph.refs[name], stored))) if self.graph.mode == "train" else 0.0
                 after = replace(running, memory=memory, cost=running.cost + update)

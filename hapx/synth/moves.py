@@ -3,7 +3,7 @@
 In: a Problem, shares of every cut, and the masks (available placements) of the step's slots. Out: the *moves* that no other move covers: a covers b
 when it leaves at least the same placements available and `effect.cheaper(a, b)`.
 
-A use of a tensor takes a placement that is available (or free), or converts once from any available one; what it converts from and to is then
+A use of a tensor takes a placement that is available (or free), or converts once from any such one; what it converts from and to is then
 available too. The first use of a parameter also chooses how it is stored.
 
 Invariant: for every way to do the step there is a move here that can stand for it in every program.
@@ -12,13 +12,19 @@ Invariant: for every way to do the step there is a move here that can stand for 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from operator import truediv
 from typing import NamedTuple, TypeVar
 
 from hapx.cost.terms import Shares
+from hapx.plan import Communication
 from hapx.synth.effect import Effect, Vector, cheaper, compose, nothing
 from hapx.synth.problem import Choice, Problem, StepClass
-from hapx.synth.tables import Conversion, Kept, StepTerms, TensorTable, Values
+from hapx.synth.tables import Conversion, Edge, Kept, StepTerms, TensorTable, Values, bits
+from hapx.theory.conversion import storages
+from hapx.transposes import forward_collective
+
+Path = tuple[Communication, ...]
 
 
 class Use(NamedTuple):
@@ -59,6 +65,7 @@ class Moves:
         self.nothing = nothing(problem.terms.kinds)
         self._moves: dict[tuple[int, tuple[int, ...]], tuple[Move, ...]] = {}
         self._options: dict[tuple[int, int, int, bool], tuple[Option, ...]] = {}
+        self._edges: dict[int, Effect] = {}
         self._effects: dict[int, tuple[Effect, ...]] = {}
 
     def at(self, kind: StepClass, masks: tuple[int, ...]) -> tuple[Move, ...]:
@@ -68,10 +75,14 @@ class Moves:
             self._moves[key] = self._undominated(self._all(kind, masks))
         return self._moves[key]
 
-    def _all(self, kind: StepClass, masks: tuple[int, ...]) -> Iterator[Move]:
+    def effects(self, kind: StepClass) -> tuple[Effect, ...]:
+        """The effect of each choice, without conversions."""
         if id(kind) not in self._effects:
             self._effects[id(kind)] = tuple(self._effect(c.step) for c in kind.choices)
-        for choice, last in zip(kind.choices, self._effects[id(kind)], strict=True):
+        return self._effects[id(kind)]
+
+    def _all(self, kind: StepClass, masks: tuple[int, ...]) -> Iterator[Move]:
+        for choice, last in zip(kind.choices, self.effects(kind), strict=True):
             made = 0
             for result, offset, given in zip(kind.results, kind.result_offsets, choice.gives, strict=True):
                 if result.live:
@@ -105,7 +116,7 @@ class Moves:
         """Ways to have a tensor in `target`; mask 0: a parameter that is not stored yet. tracked: what is available afterwards counts."""
         key = id(table), mask, target, tracked
         if key not in self._options:
-            found = self._stored(table, target) if mask == 0 else self._converted(table, mask, target)
+            found = self._stored(table, target, once=not tracked) if mask == 0 else self._converted(table, mask, target)
             self._options[key] = self._undominated(found if tracked else (o._replace(place=0) for o in found))
         return self._options[key]
 
@@ -114,13 +125,40 @@ class Moves:
         if mask >> target & 1:
             yield Option(self.nothing, mask | wanted, None, None)
             return
-        for source in bits(mask):
-            for conversion in table.conversions(source, target):
-                place = mask | table.closure(source) | wanted
-                yield Option(self._effect(conversion.step), place, None, conversion)
+        yield from self._undominated(o for source in bits(mask) for o in self._paths(table, source, target, mask | table.closure(source) | wanted))
 
-    def _stored(self, table: TensorTable, target: int) -> Iterator[Option]:
+    def _paths(self, table: TensorTable, source: int, target: int, place: int) -> Iterator[Option]:
+        """The paths between two placements that no other path covers. Paths that communicate and free alike keep the same bytes, so only
+        the cheapest of those are priced in full."""
+        groups: dict[tuple[bool, bool], list[tuple[Effect, Path]]] = {}
+        for edges in table.between(source, target):
+            effect = self.edge(edges[0])
+            for edge in edges[1:]:
+                effect = compose(effect, self.edge(edge))
+            path = tuple(e.step for e in edges)
+            group = any(forward_collective(c.source, c.target) for c in path), any(c.free for c in path)
+            groups.setdefault(group, []).append((effect, path))
+        for candidates in groups.values():
+            kept: list[Effect] = []
+            for effect, path in sorted(candidates, key=lambda c: c[0].weight):
+                if not any(cheaper(other, effect, False) for other in kept):
+                    kept.append(effect)
+                    conversion = table.conversion(source, target, path)
+                    yield Option(self._effect(conversion.step), place, None, conversion)
+
+    def edge(self, edge: Edge) -> Effect:
+        """The effect of one communication, without what it keeps in memory."""
+        key = id(edge)
+        if key not in self._edges:
+            self._edges[key] = self.values.effect(replace(edge.cost, memory=-1)) if self.capacity is None else self.nothing
+        return self._edges[key]
+
+    def _stored(self, table: TensorTable, target: int, once: bool) -> Iterator[Option]:
+        """once: the parameter has no other use; the others are kept in any placement, since a later use may want it."""
+        allowed = storages(tuple(table.placements[k.placement] for k in table.stored), table.placements[target]) if once else None
         for kept in table.stored:
+            if allowed is not None and table.placements[kept.placement] not in allowed:
+                continue
             base = self._effect(kept.step)
             for option in self._converted(table, table.closure(kept.placement), target):
                 yield option._replace(effect=compose(base, option.effect), kept=kept)
@@ -140,11 +178,3 @@ class Moves:
             if not any(other.place & place == place and cheaper(other.effect, effect, self.memory) for other in kept):
                 kept.append(item)
         return tuple(kept)
-
-
-def bits(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low

@@ -19,12 +19,13 @@ from typing import Any
 
 from hapx.cost.memory import kept
 from hapx.cost.model import CostModel, StepCost
+from hapx.cost.table import TermTable
 from hapx.errors import PlanError
 from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef
 from hapx.plan import Triple
 from hapx.restriction import Restriction
 from hapx.states import REPLICATED, Cut, Placement, Sharded
-from hapx.synth.tables import StepTerms, TensorTable, TermTable, shards
+from hapx.synth.tables import StepTerms, TensorTable, numbered, shards
 from hapx.theory.triple import Theory
 
 SFB = "hapx.linear_sfb"
@@ -266,7 +267,7 @@ class _Builder:
         needs = tuple(dict.fromkeys((tensors.index(p.tensor), self.tables[p.tensor].number[p.placement]) for p in triple.pre))
         gives = tuple(self.tables[p.tensor].number[p.placement] for p in triple.post)
         cost = self.costs.instruction(triple)
-        return Choice(index, needs, gives, cost, self.terms.step(cost))
+        return Choice(index, needs, gives, cost, numbered(self.terms, cost))
 
     def _output(self, k: int, bits: _Registers) -> Step:
         name = self.graph.outputs[k - len(self.graph.nodes)].tensor

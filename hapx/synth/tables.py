@@ -8,18 +8,18 @@ Invariant: bit q of `closure(p)` is set iff a tensor in placement p is in placem
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
-import numpy.typing as npt
+from itertools import permutations, product
 
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
+from hapx.cost.table import TermTable
 from hapx.cost.terms import Shares, Term
 from hapx.ir import Kind, TensorRef
+from hapx.layout import compatible
 from hapx.plan import Communication, Mesh
 from hapx.restriction import Restriction
-from hapx.states import Cut, Invariant, Placement, Replicated, Sharded
+from hapx.states import Invariant, Placement, Replicated, Sharded, State
 from hapx.synth.effect import Effect, Vector, effect
 from hapx.theory.conversion import free, paths
 from hapx.transposes import forward_collective
@@ -35,52 +35,10 @@ class StepTerms:
     memory: int
 
 
-class TermTable:
-    """Terms by number, evaluated all at once: value = const + slopes x shares, then the maximum over the pieces of each term."""
-
-    def __init__(self, kinds: int):
-        self.kinds = kinds
-        self.terms: list[Term] = []
-        self._number: dict[int, int] = {}
-        self._compiled: tuple[int, list[Cut], npt.NDArray[np.float64], npt.NDArray[np.float64], list[int]] | None = None
-
-    def number(self, term: Term | None) -> int:
-        if term is None:
-            return -1
-        if id(term) not in self._number:  # the table keeps every term alive, so ids are not reused
-            self._number[id(term)] = len(self.terms)
-            self.terms.append(term)
-        return self._number[id(term)]
-
-    def step(self, cost: StepCost) -> StepTerms:
-        communication = tuple((c.direction, self.number(c.term), c.cuts) for c in cost.communication)
-        return StepTerms(self.number(cost.forward), self.number(cost.backward), communication, self.number(cost.memory))
-
-    def values(self, shares: Shares) -> list[Vector]:
-        """The value per kind of every term known so far."""
-        if not self.terms:
-            return []
-        if self._compiled is None or self._compiled[0] != len(self.terms):
-            self._compiled = self._compile()
-        _, cuts, const, slopes, starts = self._compiled
-        value = const
-        if cuts:
-            value = const + np.einsum("pck,ck->pk", slopes, np.array([shares[c] for c in cuts], dtype=float), optimize=False)
-        top = np.maximum.reduceat(value, starts, axis=0)
-        return [tuple(row) for row in top.tolist()]
-
-    def _compile(self) -> tuple[int, list[Cut], npt.NDArray[np.float64], npt.NDArray[np.float64], list[int]]:
-        numbers: dict[Cut, int] = {}
-        pieces = [piece for term in self.terms for piece in term.pieces]
-        entries = [(p, numbers.setdefault(cut, len(numbers)), slope) for p, piece in enumerate(pieces) for cut, slope in piece.slopes]
-        slopes = np.zeros((len(pieces), len(numbers), self.kinds))
-        for p, c, slope in entries:
-            slopes[p, c] += slope
-        starts, at = [], 0
-        for term in self.terms:
-            starts.append(at)
-            at += len(term.pieces)
-        return len(self.terms), list(numbers), np.array([p.const for p in pieces], dtype=float), slopes, starts
+def numbered(table: TermTable, cost: StepCost) -> StepTerms:
+    """A step's terms as numbers of the table."""
+    communication = tuple((c.direction, table.number(c.term), c.cuts) for c in cost.communication)
+    return StepTerms(table.number(cost.forward), table.number(cost.backward), communication, table.number(cost.memory))
 
 
 class Values:
@@ -89,7 +47,7 @@ class Values:
     def __init__(self, table: TermTable, shares: Shares):
         self.table, self.shares = table, shares
         self.zero: Vector = (0.0,) * table.kinds
-        self._values = table.values(shares)
+        self._values: list[Vector] = [tuple(row) for row in table.values(shares).tolist()]
 
     def __getitem__(self, number: int) -> Vector:
         if number < 0:
@@ -102,6 +60,15 @@ class Values:
     def effect(self, step: StepTerms) -> Effect:
         events = [(d, self[n], cuts) for d, n, cuts in step.communication]
         return effect(events, self[step.forward], self[step.backward], self[step.memory])  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One communication along one axis. gathers: it is an all_gather of a parameter; those of one path are all freed or all kept."""
+
+    step: Communication
+    gathers: bool
+    cost: StepTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +99,17 @@ class TensorTable:
                  rule: Restriction, training: bool):  # fmt: skip
         self.ref, self.placements, self.cost, self.terms, self.mesh, self.rule, self.training = ref, tuple(placements), cost, terms, mesh, rule, training
         self.number = {p: i for i, p in enumerate(self.placements)}
+        self._code()
         self.full = (1 << len(self.placements)) - 1
         self.parameter = ref.kind is Kind.PARAMETER
         self.stored: list[Kept] = []
         for p in stored:
             memory = cost.storage(ref, p)
             update = (CommunicationCost("synchronise", cost.update(ref, p), False),) if training and ref.requires_grad else ()
-            self.stored.append(Kept(self.number[p], memory, StepCost(None, None, update, None), terms.step(StepCost(None, None, update, memory))))
+            self.stored.append(Kept(self.number[p], memory, StepCost(None, None, update, None), numbered(terms, StepCost(None, None, update, memory))))
         self._closure: dict[int, int] = {}
-        self._conversions: dict[tuple[int, int], tuple[Conversion, ...]] = {}
+        self._edges: dict[tuple[int, int], tuple[Edge, ...]] = {}
+        self._conversions: dict[tuple[int, int, tuple[Communication, ...]], Conversion] = {}
 
     def closure(self, source: int) -> int:
         """The bit set of placements that are free from `source`, itself included."""
@@ -149,39 +118,77 @@ class TensorTable:
             self._closure[source] = sum(1 << i for i, q in enumerate(self.placements) if free(self.ref, p, q))
         return self._closure[source]
 
-    def conversions(self, source: int, target: int) -> tuple[Conversion, ...]:
-        """The paths from source to target that the restriction allows; empty if there is none."""
+    def between(self, source: int, target: int) -> Iterator[tuple[Edge, ...]]:
+        """The paths from source to target that the restriction allows: each axis that differs changes once, in any legal order."""
+        one, other = self.codes[source], self.codes[target]
+        changed = [a for a, (x, y) in enumerate(zip(one, other, strict=True)) if x != y]
+        for order in permutations(changed):
+            choices, at = [], source
+            for axis in order:
+                code = self.codes[at]
+                after = self.at_code.get(code[:axis] + (other[axis],) + code[axis + 1 :])
+                found = self.edges(at, after) if after is not None else ()
+                if not found or after is None:
+                    break
+                choices.append(found)
+                at = after
+            else:
+                yield from (path for path in product(*choices) if len({e.step.free for e in path if e.gathers}) < 2)
+
+    def edges(self, source: int, target: int) -> tuple[Edge, ...]:
+        """Ways to change the one axis on which two placements differ."""
         key = source, target
+        if key not in self._edges:
+            after = self.all_placements[target]
+            found = [v for path in paths(self.ref, self.mesh, self.all_placements[source], after, self.rule.forms) for v in self._variants(path[0])]
+            self._edges[key] = tuple(Edge(c, gathers, numbered(self.terms, self.cost.conversion(self.ref, (c,), after))) for c, gathers in found)
+        return self._edges[key]
+
+    def conversion(self, source: int, target: int, path: tuple[Communication, ...]) -> Conversion:
+        """A path with the cost of all of it (memory is not the sum over its edges)."""
+        key = source, target, path
         if key not in self._conversions:
-            found = paths(self.ref, self.mesh, self.placements[source], self.placements[target], self.rule.forms)
-            self._conversions[key] = tuple(self._conversion(source, target, path) for p in found for path in self._variants(p) if self._allowed(path))
+            cost = self.cost.conversion(self.ref, path, self.placements[target])
+            self._conversions[key] = Conversion(source, target, path, cost, numbered(self.terms, cost))
         return self._conversions[key]
 
     def free_path(self, source: int, target: int) -> tuple[Communication, ...]:
         """The path of a free conversion; any of them, none communicates."""
         return paths(self.ref, self.mesh, self.placements[source], self.placements[target], self.rule.forms)[0]
 
-    def _conversion(self, source: int, target: int, path: tuple[Communication, ...]) -> Conversion:
-        cost = self.cost.conversion(self.ref, path, self.placements[target])
-        return Conversion(source, target, path, cost, self.terms.step(cost))
+    def _code(self) -> None:
+        """Numbers the states of each axis, and adds placements that lie between the known ones (after one axis has changed)."""
+        axes = range(len(self.mesh.axes))
+        number: list[dict[State, int]] = [{} for _ in axes]
+        for p in self.placements:
+            for a in axes:
+                number[a].setdefault(p.states[a], len(number[a]))
+        between = [q for states in product(*number) if compatible(states) and (q := Placement(states)) not in self.number] if len(axes) > 1 else []
+        self.all_placements = (*self.placements, *between)
+        self.codes = [tuple(number[a][p.states[a]] for a in axes) for p in self.all_placements]
+        self.at_code = {code: i for i, code in enumerate(self.codes)}
 
-    def _variants(self, path: tuple[Communication, ...]) -> tuple[tuple[Communication, ...], ...]:
-        """A parameter gathered for use is kept for backward, or freed and gathered again."""
-        gathers = self.parameter and any(forward_collective(c.source, c.target) == "all_gather" for c in path)
-        if not gathers or not self.training:
-            return (path,)
-        freed = tuple(replace(c, free=forward_collective(c.source, c.target) == "all_gather") for c in path)
+    def _variants(self, step: Communication) -> tuple[tuple[Communication, bool], ...]:
+        """A parameter gathered for use is kept for backward, or freed and gathered again. "as-used": a parameter is never gathered, and never
+        stored whole for a use in shards; only gradients are synchronised."""
+        if self.parameter and self.rule.storage == "as-used":
+            return ((step, False),) if isinstance(step.source, Invariant) and isinstance(step.target, Replicated) else ()
+        if not self.parameter or not self.training or forward_collective(step.source, step.target) != "all_gather":
+            return ((step, False),)
+        freed = replace(step, free=True)
         if self.rule.storage == "sharded-keep":
-            return (path,)
-        return (freed,) if self.rule.storage == "sharded-free" else (path, freed)
-
-    def _allowed(self, path: tuple[Communication, ...]) -> bool:
-        """"as-used": a parameter is never gathered, and never stored whole for a use in shards; only gradients are synchronised."""
-        if not self.parameter or self.rule.storage != "as-used":
-            return True
-        return all(isinstance(c.source, Invariant) and isinstance(c.target, Replicated) for c in path)
+            return ((step, True),)
+        return ((freed, True),) if self.rule.storage == "sharded-free" else ((step, True), (freed, True))
 
 
 def shards(placement: Placement) -> int:
     """On how many axes a placement is Sharded."""
     return sum(isinstance(s, Sharded) for s in placement.states)
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

@@ -7,7 +7,7 @@ not enter or leave that state while the inner one splits it (the pieces would co
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from itertools import permutations, product
 
 from hapx.ir import FLOATING, TensorRef
@@ -26,15 +26,17 @@ def paths(ref: TensorRef, mesh: Mesh, source: Placement, target: Placement, form
     `((),)` if nothing changes; `()` if there is no path."""
     if source == target:
         return ((),)
+    if source.nest != target.nest:  # steps change states only
+        return ()
     if ref.mutated:  # a converted copy would be written, not the buffer
         return ()
-    # integers and booleans are never Partial unless a sum is meant; nothing makes or takes them as such
-    if ref.dtype not in FLOATING and any(isinstance(s, Partial) for s in (*source.states, *target.states)):
+    # integers and booleans are Partial only where an operator sums; a conversion does not make them so
+    if ref.dtype not in FLOATING and any(isinstance(t, Partial) and t != s for s, t in zip(source.states, target.states, strict=True)):
         return ()
     return _paths(ref.requires_grad, mesh, source, target, forms)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _paths(gradient: bool, mesh: Mesh, source: Placement, target: Placement, forms: frozenset[str]) -> tuple[tuple[Communication, ...], ...]:
     changed = [a for a, (s, t) in enumerate(zip(source.states, target.states, strict=True)) if s != t]
     found = []
@@ -44,7 +46,12 @@ def _paths(gradient: bool, mesh: Mesh, source: Placement, target: Placement, for
             after = at.with_state(axis, target.states[axis])
             if not _legal(at, after, axis):
                 break
-            steps.append([Communication(axis, at.states[axis], after.states[axis], f, gradient) for f in _forms(at.states[axis], after.states[axis], gradient, forms)])
+            steps.append(
+                [
+                    Communication(axis, at.states[axis], after.states[axis], f, gradient)
+                    for f in _choices(at.states[axis], after.states[axis], gradient, forms)
+                ]
+            )
             at = after
         else:
             found += [tuple(p) for p in product(*steps)]
@@ -56,6 +63,32 @@ def _forms(source: State, target: State, gradient: bool, forms: frozenset[str]) 
     if used & FORMED:
         return tuple(f for f in (Form.PADDED, Form.GROUPED, Form.POINT_TO_POINT) if f.value in forms)
     return (Form.NONE,)
+
+
+def _choices(source: State, target: State, gradient: bool, forms: frozenset[str]) -> tuple[Form, ...]:
+    """Forms worth choosing from: between equal shares nothing is padded, so one form is as good as any."""
+    found = _forms(source, target, gradient, forms)
+    even = all(s.cut.row.kind == "even" for s in (source, target) if isinstance(s, Sharded))
+    return found[:1] if even else found
+
+
+def storages(stored: tuple[Placement, ...], use: Placement) -> tuple[Placement, ...]:
+    """Of the placements that the theory allows for a parameter, those in which it may be stored if its only use is in placement `use`
+    (part of the space that is searched): on each axis in shards as it is used, else whole or in storage shards that are gathered.
+    Where none is like that, all of them."""
+    fitting = tuple(
+        p
+        for p in stored
+        if all(
+            s == u if isinstance(u, Sharded) else not isinstance(s, Sharded) or (not isinstance(u, Partial) and _for_keeping(s))
+            for s, u in zip(p.states, use.states, strict=True)
+        )
+    )
+    return fitting or stored
+
+
+def _for_keeping(state: Sharded) -> bool:
+    return state.cut.row.kind != "compute" and state.outer == 1 and state.inner == 1
 
 
 def _legal(before: Placement, after: Placement, axis: int) -> bool:
@@ -73,9 +106,16 @@ def _legal(before: Placement, after: Placement, axis: int) -> bool:
 def step_is_legal(ref: TensorRef, before: Placement, communication: Communication) -> bool:
     """Whether one communication may be applied to a tensor in placement `before` (for `replay`)."""
     axis = communication.axis
-    if ref.mutated or not 0 <= axis < len(before.states) or before.states[axis] != communication.source or communication.source == communication.target:
+    if (
+        ref.mutated
+        or not 0 <= axis < len(before.states)
+        or before.states[axis] != communication.source
+        or communication.source == communication.target
+    ):
         return False
     if communication.gradient != ref.requires_grad or (not ref.requires_grad and isinstance(communication.target, Invariant)):
+        return False
+    if ref.dtype not in FLOATING and isinstance(communication.target, Partial):
         return False
     if communication.form not in _forms(communication.source, communication.target, communication.gradient, ALL_FORMS):
         return False
@@ -85,11 +125,7 @@ def step_is_legal(ref: TensorRef, before: Placement, communication: Communicatio
 
 
 def _fits(ref: TensorRef, state: Sharded, axis: int) -> bool:
-    return (
-        state.cut.row.axis == axis
-        and 0 <= state.dim < len(ref.shape)
-        and state.outer * state.cut.units * state.inner == ref.shape[state.dim]
-    )
+    return state.cut.row.axis == axis and 0 <= state.dim < len(ref.shape) and state.outer * state.cut.units * state.inner == ref.shape[state.dim]
 
 
 ALL_FORMS = frozenset(f.value for f in Form)
@@ -99,9 +135,11 @@ def free(ref: TensorRef, source: Placement, target: Placement) -> bool:
     """Whether `target` follows from `source` without communication in either direction."""
     if source == target:
         return True
+    if source.nest != target.nest:
+        return False
     if ref.mutated:
         return False
-    if ref.dtype not in FLOATING and any(isinstance(s, Partial) for s in target.states):
+    if ref.dtype not in FLOATING and any(isinstance(t, Partial) and t != s for s, t in zip(source.states, target.states, strict=True)):
         return False
     return all(
         s == t or (forward_collective(s, t) is None and (not ref.requires_grad or backward_collective(s, t) is None))
@@ -109,7 +147,7 @@ def free(ref: TensorRef, source: Placement, target: Placement) -> bool:
     ) and _some_order(source, target)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _some_order(source: Placement, target: Placement) -> bool:
     changed = [a for a, (s, t) in enumerate(zip(source.states, target.states, strict=True)) if s != t]
     for order in permutations(changed):

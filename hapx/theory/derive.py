@@ -17,7 +17,7 @@ from hapx.ir import Graph, Kind, Node, OpCall, TensorRef
 from hapx.layout import compatible
 from hapx.plan import Mesh, Triple
 from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Placement, Property, Sharded, State
-from hapx.theory.grains import Grains, find_grains, operands
+from hapx.theory.grains import Grains, find_grains, node_key, operands
 from hapx.theory.registry import LocalCall, Rule, Site, lookup
 from hapx.theory.triple import Theory
 
@@ -44,10 +44,12 @@ def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None) -> Theory:
     """
     grains = grains or find_grains(graph)
     check_operators(graph)
-    triples = tuple(_node_triples(graph, mesh, grains, i) for i in range(len(graph.nodes)))
+    derivation = _Derivation(graph, mesh, grains)
+    triples = tuple(derivation.triples(i) for i in range(len(graph.nodes)))
     stored = {r.name: _stored(r, mesh, grains) for kind in (Kind.PARAMETER, Kind.BUFFER) for r in graph.of_kind(kind)}
-    outputs = {o.tensor: _allowed(graph, mesh, grains, o.tensor, o.role) for o in graph.outputs}
-    return Theory(graph, mesh, triples, stored, outputs, batch_cuts(graph, mesh, grains))
+    batch = batch_cuts(graph, mesh, grains)
+    outputs = {o.tensor: _allowed(graph, mesh, batch, o.tensor, o.role) for o in graph.outputs}
+    return Theory(graph, mesh, triples, stored, outputs, batch)
 
 
 def check_operators(graph: Graph) -> None:
@@ -64,42 +66,82 @@ def check_operators(graph: Graph) -> None:
             unknown.setdefault(node.call.target, node)
     for target, node in unknown.items():
         warnings.warn(
-            f"{target} has no rule: it runs whole on every device (in {node.module or 'model'}, {node.source})", ReplicatedOperatorWarning, stacklevel=3
+            f"{target} has no rule: it runs whole on every device (in {node.module or 'model'}, {node.source})",
+            ReplicatedOperatorWarning,
+            stacklevel=3,
         )
 
 
-def _node_triples(graph: Graph, mesh: Mesh, grains: Grains, index: int) -> tuple[Triple, ...]:
-    node = graph.nodes[index]
-    tensors = operands(graph, node)
-    per_axis = [_axis_rules(graph, mesh, grains, index, axis) for axis in range(len(mesh.axes))]
-    found: dict[tuple[tuple[Property, ...], tuple[Property, ...]], Triple] = {}
-    for combination in product(*per_axis):
-        pre = tuple(Placement(states) for states in zip(*(r.pre for r in combination), strict=True)) if tensors else ()
-        post = tuple(Placement(states) for states in zip(*(r.post for r in combination), strict=True))
-        if not all(compatible(p.states) for p in (*pre, *post)):
-            continue
-        body = _body(node, index, tensors, pre, post, tuple(r.variant for r in combination))
-        if body is None:
-            continue
-        triple = Triple(
-            index,
-            tuple(Property(t.name, p) for t, p in zip(tensors, pre, strict=True)),
-            tuple(Property(t.name, p) for t, p in zip(node.outputs, post, strict=True)),
-            body,
-            tuple(r.work for r in combination),
-        )
-        found.setdefault((triple.pre, triple.post), triple)
-    return tuple(found.values())
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A triple without names: what alike nodes share."""
+
+    pre: tuple[Placement, ...]
+    post: tuple[Placement, ...]
+    variants: tuple[str, ...]
+    work: tuple[Cut | None, ...]
 
 
-def _body(
-    node: Node, index: int, tensors: tuple[TensorRef, ...], pre: tuple[Placement, ...], post: tuple[Placement, ...], variants: tuple[str, ...]
-) -> OpCall | None:
+class _Derivation:
+    """The triples of all nodes of a graph; nodes that are alike share their shapes. Equal placements are one object."""
+
+    def __init__(self, graph: Graph, mesh: Mesh, grains: Grains):
+        self.graph, self.mesh, self.grains = graph, mesh, grains
+        self.shapes: dict[object, tuple[Shape, ...]] = {}
+        self.placements: dict[tuple[State, ...], Placement | None] = {}
+
+    def triples(self, index: int) -> tuple[Triple, ...]:
+        node, tensors = self.graph.nodes[index], operands(self.graph, self.graph.nodes[index])
+        key = self._key(index, tensors)
+        if key not in self.shapes:
+            self.shapes[key] = self._shapes(index, tensors)
+        properties: dict[tuple[str, int], Property] = {}
+
+        def named(refs: tuple[TensorRef, ...], placements: tuple[Placement, ...]) -> tuple[Property, ...]:
+            # placements are unique objects: their identity stands for them
+            return tuple(properties.setdefault((r.name, id(p)), Property(r.name, p)) for r, p in zip(refs, placements, strict=True))
+
+        found = []
+        for shape in self.shapes[key]:
+            body = _body(node, index, tensors, shape)
+            assert body is not None, f"alike nodes differ: {node}"
+            found.append(Triple(index, named(tensors, shape.pre), named(node.outputs, shape.post), body, shape.work))
+        return tuple(found)
+
+    def _key(self, index: int, tensors: tuple[TensorRef, ...]) -> object:
+        """Equal for nodes with equal shapes: the same rules, cut into the same units."""
+        node, rules = self.graph.nodes[index], self.grains.rules[index]
+        everything = (*tensors, *node.outputs)
+        units = tuple(_units(self.grains, everything, rule) for rule in rules)
+        return node_key(node), tuple((t.shape, t.dtype, t.requires_grad) for t in everything), rules, units
+
+    def _shapes(self, index: int, tensors: tuple[TensorRef, ...]) -> tuple[Shape, ...]:
+        node = self.graph.nodes[index]
+        per_axis = [_axis_rules(self.graph, self.mesh, self.grains, index, axis) for axis in range(len(self.mesh.axes))]
+        found: dict[tuple[int, ...], Shape] = {}
+        for combination in product(*per_axis):
+            pre = tuple(map(self._placement, zip(*(r.pre for r in combination), strict=True))) if tensors else ()
+            post = tuple(map(self._placement, zip(*(r.post for r in combination), strict=True)))
+            if any(p is None for p in (*pre, *post)):
+                continue
+            shape = Shape(pre, post, tuple(r.variant for r in combination), tuple(r.work for r in combination))  # type: ignore[arg-type]
+            if _body(node, index, tensors, shape) is not None:
+                found.setdefault(tuple(map(id, (*pre, *post))), shape)
+        return tuple(found.values())
+
+    def _placement(self, states: tuple[State, ...]) -> Placement | None:
+        """The one object for these states, None if they do not nest."""
+        if states not in self.placements:
+            self.placements[states] = Placement(states) if compatible(states) else None
+        return self.placements[states]
+
+
+def _body(node: Node, index: int, tensors: tuple[TensorRef, ...], shape: Shape) -> OpCall | None:
     entry = lookup(node.call)
     if entry is None or entry.body is None:
-        assert not any(variants), f"{node.call.target} has variants {variants} but no body"
+        assert not any(shape.variants), f"{node.call.target} has variants {shape.variants} but no body"
         return node.call
-    return entry.body(LocalCall(node, index, tensors, pre, post, variants))
+    return entry.body(LocalCall(node, index, tensors, shape.pre, shape.post, shape.variants))
 
 
 def _axis_rules(graph: Graph, mesh: Mesh, grains: Grains, index: int, axis: int) -> tuple[AxisRule, ...]:
@@ -117,10 +159,16 @@ def _axis_rules(graph: Graph, mesh: Mesh, grains: Grains, index: int, axis: int)
 
 
 def _cut(mesh: Mesh, grains: Grains, tensors: tuple[TensorRef, ...], rule: Rule, axis: int) -> Cut | None:
+    units = _units(grains, tensors, rule)
+    return Cut(mesh.row(axis), units) if units else None
+
+
+def _units(grains: Grains, tensors: tuple[TensorRef, ...], rule: Rule) -> int:
+    """Units of what a rule splits, 0 if it splits nothing. (Its sites are one class.)"""
     for ref, slot in zip(tensors, (*rule.operands, *rule.outputs), strict=True):
         if isinstance(slot, Site):
-            return Cut(mesh.row(axis), grains.units[ref.name, slot])
-    return None
+            return grains.units[ref.name, slot]
+    return 0
 
 
 def _state(slot: object, ref: TensorRef, cut: Cut | None) -> State:
@@ -165,13 +213,13 @@ def batch_cuts(graph: Graph, mesh: Mesh, grains: Grains) -> frozenset[tuple[str,
     return frozenset(found)
 
 
-def _allowed(graph: Graph, mesh: Mesh, grains: Grains, tensor: str, role: str) -> tuple[Placement, ...]:
+def _allowed(graph: Graph, mesh: Mesh, batch: frozenset[tuple[str, Sharded]], tensor: str, role: str) -> tuple[Placement, ...]:
     """Placements in which an output may be given: the loss Invariant, buffers whole, results as batch shares or whole."""
     ref = graph.refs[tensor]
     whole: State = INVARIANT if ref.requires_grad else REPLICATED
     if role in ("loss", "buffer"):
         return (Placement((whole,) * len(mesh.axes)),)
     options: Mapping[int, list[State]] = {
-        axis: [whole, *(s for n, s in batch_cuts(graph, mesh, grains) if n == tensor and s.cut.row.axis == axis)] for axis in range(len(mesh.axes))
+        axis: [whole, *(s for n, s in batch if n == tensor and s.cut.row.axis == axis)] for axis in range(len(mesh.axes))
     }
     return tuple(p for p in (Placement(states) for states in product(*options.values())) if compatible(p.states))

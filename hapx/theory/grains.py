@@ -17,7 +17,7 @@ from math import gcd
 
 import hapx.theory.ops  # noqa: F401  (fills the registry)
 from hapx.ir import Graph, Kind, Node, Ref, TensorRef
-from hapx.theory.registry import Context, Rule, Site, implied_rules, lookup
+from hapx.theory.registry import Context, Rule, Site, implied_rules, lookup, without_gradient
 
 MAX_PASSES = 64
 
@@ -47,9 +47,7 @@ def operands(graph: Graph, node: Node) -> tuple[TensorRef, ...]:
 
 def find_grains(graph: Graph) -> Grains:
     """Sites, classes and units of a graph."""
-    sites: dict[str, frozenset[Site]] = {
-        name: frozenset(Site(d) for d, size in enumerate(ref.shape) if size > 1) for name, ref in graph.refs.items()
-    }
+    sites: dict[str, frozenset[Site]] = {name: frozenset(Site(d) for d, size in enumerate(ref.shape) if size > 1) for name, ref in graph.refs.items()}
     rules = _fixpoint(graph, sites)
     parent: dict[tuple[str, Site], tuple[str, Site]] = {(t, s): (t, s) for t, found in sites.items() for s in found}
     limits: dict[tuple[str, Site], int] = {}
@@ -82,7 +80,8 @@ def _fixpoint(graph: Graph, sites: dict[str, frozenset[Site]]) -> tuple[tuple[Ru
                 context = Context(node, tensors[: len(tensors) - len(node.outputs)], sites)
                 entry = lookup(node.call)
                 implied = implied_rules(context) if entry is None or entry.implied else ()
-                cache[key] = tuple(dict.fromkeys((*implied, *(entry.rules(context) if entry else ()))))
+                rules_of = (*implied, *(entry.rules(context) if entry else ()))
+                cache[key] = tuple(dict.fromkeys(without_gradient(context, rules_of)))
             rules[i] = cache[key]
             for slot_of in rules[i]:
                 for ref, slot in zip(tensors, (*slot_of.operands, *slot_of.outputs), strict=True):
@@ -94,10 +93,14 @@ def _fixpoint(graph: Graph, sites: dict[str, frozenset[Site]]) -> tuple[tuple[Ru
     raise AssertionError("sites do not settle")
 
 
+def node_key(node: Node) -> object:
+    """Equal for nodes that call one operator with the same constants."""
+    return node.call.target, tuple((k, _anonymous(v)) for k, v in node.call.args)
+
+
 def _signature(node: Node, tensors: tuple[TensorRef, ...], sites: Mapping[str, frozenset[Site]]) -> object:
     """Equal for nodes whose rules are equal."""
-    args = tuple((k, _anonymous(v)) for k, v in node.call.args)
-    return node.call.target, args, tuple((t.shape, t.dtype, t.requires_grad, sites[t.name]) for t in tensors)
+    return node_key(node), tuple((t.shape, t.dtype, t.requires_grad, sites[t.name]) for t in tensors)
 
 
 def _anonymous(value: object) -> object:
@@ -105,7 +108,7 @@ def _anonymous(value: object) -> object:
         return Ref
     if isinstance(value, tuple):
         return tuple(map(_anonymous, value))
-    return value if not isinstance(value, float) else (float, value)
+    return type(value), value  # 1, 1.0 and True are equal, but not alike
 
 
 def _find(parent: dict[tuple[str, Site], tuple[str, Site]], x: tuple[str, Site]) -> tuple[str, Site]:
@@ -126,7 +129,8 @@ def _collect(
     limits: Mapping[tuple[str, Site], int],
 ) -> Grains:
     number: dict[tuple[str, Site], int] = {}
-    classes, unit_of = {}, {}
+    classes: dict[tuple[str, Site], int] = {}
+    unit_of: dict[int, int] = {}
     for member in parent:
         root = _find(parent, member)
         classes[member] = number.setdefault(root, len(number))
@@ -135,7 +139,5 @@ def _collect(
         unit_of[classes[member]] = gcd(unit_of.get(classes[member], 0), extent)
     for member, limit in limits.items():
         unit_of[classes[member]] = gcd(unit_of[classes[member]], limit)
-    batch = frozenset(
-        classes[r.name, Site(0)] for r in graph.of_kind(Kind.INPUT) if r.shape and r.shape[0] == graph.batch > 1
-    )
+    batch = frozenset(classes[r.name, Site(0)] for r in graph.of_kind(Kind.INPUT) if r.shape and r.shape[0] == graph.batch > 1)
     return Grains(rules, {m: unit_of[c] for m, c in classes.items()}, classes, batch)

@@ -11,79 +11,30 @@ the operands, those of one device. An operand that the call changes must have ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hapx.collectives.composites import COMPOSITES
 from hapx.collectives.communicator import Communicator
+from hapx.collectives.composites import COMPOSITES
 from hapx.collectives.rng import Rng
 from hapx.collectives.threads import ThreadCommunicator, run_threads
 from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef, TorchConst
-from hapx.layout import block, divide, local_indices, local_offset, local_shape
+from hapx.layout import block, local_indices, local_offset, local_shape
 from hapx.plan import Axes, Axis, LocalBlock, LocalIndices, LocalOffset, LocalShape, Mesh
-from hapx.states import REPLICATED, Cut, Partial, Placement, Sharded, dual
+from hapx.states import REPLICATED, Partial, Placement, Sharded, dual
 from hapx.theory.registry import LocalCall, lookup
 from hapx.theory.samples import Draw, Sample, Values
+from hapx.theory.settings import Dealt, Setting
 
+Communicators = Mapping[tuple[int, ...], Communicator]
 Locals = list[Tensor]  # one local tensor per device of the mesh
 SEED = 5  # of the masks of random operators
 CONVOLUTIONS = frozenset({"aten.conv1d", "aten.conv2d", "aten.conv3d"})
-
-
-# --- meshes with lengths ---------------------------------------------------------------------------------------------------
-
-
-class Dealt(dict[Cut, tuple[int, ...]]):
-    """Lengths of every cut of an uneven axis: `first` units to the first device with any, the rest to the last; `zero` gets none."""
-
-    def __init__(self, size: int, zero: int | None, first: int):
-        super().__init__()
-        self.size, self.zero, self.first = size, zero, first
-
-    def __missing__(self, cut: Cut) -> tuple[int, ...]:
-        sharing = [d for d in range(self.size) if d != self.zero]
-        lengths = [0] * self.size
-        rest = cut.units
-        for d in sharing[:-1]:
-            lengths[d] = min(self.first, rest - 1) if rest > 1 else rest
-            rest -= lengths[d]
-        lengths[sharing[-1]] = rest
-        self[cut] = tuple(lengths)
-        return self[cut]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A mesh and how its cuts are dealt out."""
-
-    mesh: Mesh
-    lengths: Dealt
-
-    def __str__(self) -> str:
-        zero = f", none for device {self.lengths.zero}" if self.lengths.zero is not None else ""
-        return f"{self.mesh.name}, uneven{zero}"
-
-    @property
-    def devices(self) -> tuple[tuple[int, ...], ...]:
-        """Coordinates of all devices."""
-        return tuple(product(*map(range, self.mesh.sizes)))
-
-
-def line(size: int, zero: int | None = None, first: int = 1) -> Setting:
-    """One axis of `size` devices."""
-    return Setting(Mesh(f"flat {size}", (Axis("d", size, "devices"),), tuple(range(size)), 0), Dealt(size, zero, first))
-
-
-def grid(a: int, b: int) -> Setting:
-    """Two axes, the first uneven."""
-    axes = (Axis("a", a, "machines"), Axis("b", b, "devices"))
-    return Setting(Mesh(f"{a}x{b}", axes, tuple(range(a * b)), 0), Dealt(a, None, 1))
 
 
 # --- the call on one device --------------------------------------------------------------------------------------------------
@@ -129,6 +80,11 @@ class Truth:
         return self.graph.nodes[0]
 
     @property
+    def tolerance(self) -> float:
+        """Relative and absolute error that rounding explains."""
+        return 1e-4 if any(t.dtype == torch.float32 for t in (*self.operands, *self.outputs)) else 1e-9
+
+    @property
     def refs(self) -> tuple[TensorRef, ...]:
         return tuple(self.graph.refs[name] for name in self.node.call.refs())
 
@@ -168,9 +124,7 @@ def truth(sample: Sample, seed: int = 0) -> Truth:
         refs | {v.name: v for v in values}, (node,), tuple(Output(v.name, "boundary") for v in values), (), (), (0,), (None,),
         tuple(refs), 0, "train", {}, "",
     )  # fmt: skip
-    return Truth(
-        graph, tuple(drawn[n] for n in names), tuple(o.detach() for o in outputs), tuple(x.detach() for x in leaves), cotangents, gradients
-    )
+    return Truth(graph, tuple(drawn[n] for n in names), tuple(o.detach() for o in outputs), tuple(x.detach() for x in leaves), cotangents, gradients)
 
 
 def _draw(draw: Draw, generator: torch.Generator) -> Tensor:
@@ -211,7 +165,7 @@ def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: 
 
 
 def _call(
-    body: OpCall, operands: Sequence[Tensor], setting: Setting, coordinates: tuple[int, ...], communicators: Mapping[tuple[int, ...], Communicator]
+    body: OpCall, operands: Sequence[Tensor], setting: Setting, coordinates: tuple[int, ...], communicators: Communicators
 ) -> tuple[Tensor, ...]:
     remaining = iter(operands)
     composite = body.target in COMPOSITES
@@ -227,7 +181,7 @@ def _call(
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
-def _resolve(name: str, value: Any, operands: Iterator[Tensor], setting: Setting, at: tuple[int, ...], communicators: Mapping[tuple[int, ...], Communicator]) -> Any:
+def _resolve(name: str, value: Any, operands: Iterator[Tensor], setting: Setting, at: tuple[int, ...], communicators: Communicators) -> Any:
     """An argument as one device sees it."""
     sizes, lengths = setting.mesh.sizes, setting.lengths
     match value:
@@ -288,7 +242,7 @@ def _summands(x: Tensor, count: int, generator: torch.Generator) -> list[Tensor]
     return [*parts, x - sum(parts[1:], parts[0])]
 
 
-def in_placement(found: Sequence[Tensor], placement: Placement, whole: Tensor, setting: Setting) -> bool:
+def in_placement(found: Sequence[Tensor], placement: Placement, whole: Tensor, setting: Setting, tolerance: float = 1e-9) -> bool:
     """Whether local tensors are `whole` in `placement`."""
     at_of = setting.devices
     partial = [a for a, s in enumerate(placement.states) if isinstance(s, Partial)]
@@ -302,7 +256,6 @@ def in_placement(found: Sequence[Tensor], placement: Placement, whole: Tensor, s
         if any(found[d].shape != expected.shape or found[d].dtype != expected.dtype for d in members):
             return False
         total = sum((found[d] for d in members[1:]), found[members[0]])
-        tolerance = 1e-9 if expected.dtype == torch.float64 else 1e-4
         if not torch.allclose(total, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
             return False
     return True
@@ -332,7 +285,7 @@ class Run:
 
 def run_device(
     body: OpCall, truth: Truth, operands: Sequence[Tensor], cotangents: Sequence[Tensor | None], post: Sequence[Placement], setting: Setting,
-    at: tuple[int, ...], communicators: Mapping[tuple[int, ...], Communicator],
+    at: tuple[int, ...], communicators: Communicators,
 ) -> Run:  # fmt: skip
     """Forward and backward on one device. `operands` may be changed, if the call changes them."""
     leaves = [x.requires_grad_(r.requires_grad) for x, r in zip(operands, truth.refs, strict=True)]
@@ -356,11 +309,13 @@ def communicates(body: OpCall) -> bool:
     return any(isinstance(v, Axes) and v.axes for _, v in body.args)
 
 
-def run_all(body: OpCall, truth: Truth, operands: Sequence[Locals], cotangents: Sequence[Locals | None], post: Sequence[Placement], setting: Setting) -> list[Run]:
+def run_all(
+    body: OpCall, truth: Truth, operands: Sequence[Locals], cotangents: Sequence[Locals | None], post: Sequence[Placement], setting: Setting
+) -> list[Run]:
     """All devices: in threads if the body communicates, else one after another."""
     where = setting.devices
 
-    def one(d: int, communicators: Mapping[tuple[int, ...], Communicator]) -> Run:
+    def one(d: int, communicators: Communicators) -> Run:
         mine = [c[d] if c is not None else None for c in cotangents]
         return run_device(body, truth, [o[d] for o in operands], mine, post, setting, where[d], communicators)
 
@@ -376,6 +331,8 @@ def run_all(body: OpCall, truth: Truth, operands: Sequence[Locals], cotangents: 
 
 def failure(body: OpCall, truth: Truth, pre: Sequence[Placement], post: Sequence[Placement], setting: Setting, seed: int = 0) -> str | None:
     """What is wrong with {pre} body {post}, in one line; None if nothing is."""
+    if any(x.dtype == torch.bool and any(isinstance(s, Partial) for s in p.states) for x, p in zip(truth.operands, pre, strict=True)):
+        return "booleans have no summands"
     generator = torch.Generator().manual_seed(seed)
     operands = [deal(x, p, setting, generator) for x, p in zip(truth.operands, pre, strict=True)]
     cotangents = [deal(c, duals(p), setting, generator) if c is not None else None for c, p in zip(truth.cotangents, post, strict=True)]
@@ -388,14 +345,14 @@ def failure(body: OpCall, truth: Truth, pre: Sequence[Placement], post: Sequence
 
 def _differences(truth: Truth, runs: Sequence[Run], pre: Sequence[Placement], post: Sequence[Placement], setting: Setting) -> Iterator[str]:
     for i, (whole, placement) in enumerate(zip(truth.outputs, post, strict=True)):
-        if not in_placement([r.outputs[i] for r in runs], placement, whole, setting):
+        if not in_placement([r.outputs[i] for r in runs], placement, whole, setting, truth.tolerance):
             yield f"output {i} is not {placement}"
     for ref, i, placement in ((r, i, p) for i, (r, p) in enumerate(zip(truth.refs, pre, strict=True))):
         gradient = truth.gradients[i]
-        if gradient is not None and not in_placement([_present(r.gradients[i]) for r in runs], duals(placement), gradient, setting):
+        if gradient is not None and not in_placement([_present(r.gradients[i]) for r in runs], duals(placement), gradient, setting, truth.tolerance):
             yield f"gradient of {ref.name} is not {duals(placement)}"
         if not ref.requires_grad and not torch.equal(truth.operands[i], truth.changed[i]):
-            if not in_placement([r.changed[i] for r in runs], placement, truth.changed[i], setting):
+            if not in_placement([r.changed[i] for r in runs], placement, truth.changed[i], setting, truth.tolerance):
                 yield f"{ref.name} is not changed as on one device"
             elif any(isinstance(s, Sharded | Partial) for s in placement.states):
                 yield f"{ref.name} is changed in a copy that is thrown away"
@@ -404,7 +361,3 @@ def _differences(truth: Truth, runs: Sequence[Run], pre: Sequence[Placement], po
 def _present(t: Tensor | None) -> Tensor:
     assert t is not None
     return t
-
-
-Check = Callable[[OpCall, Truth, Sequence[Placement], Sequence[Placement], Setting, int], str | None]
-__all__ = ["Run", "Setting", "Truth", "complete", "deal", "divide", "failure", "grid", "in_placement", "line", "run_all", "truth"]

@@ -8,7 +8,7 @@ alike); how finely a site is cut is decided for the whole graph at once (`hapx.t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hapx.ir import FLOATING, Node, OpCall, Ref, TensorRef
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Invariant, Partial, Placement, Replicated, Sharded
@@ -94,13 +94,19 @@ class LocalCall:
 class OpEntry:
     """One operator. `rules`: node -> rules beyond the implied ones. `body`: local call from the placements (None: the node's own).
     `implied`: whether all-Replicated and all-Invariant hold (they do for deterministic operators).
-    `reason`: for an operator with implied rules only, why nothing else is true."""
+    `reason`: for an operator with implied rules only, why nothing else is true.
+    For people: `signature` (or a sentence) says what may be split, `sum` over what it sums, `linear` where Partial passes, `composites`
+    which composites its body may call."""
 
     targets: tuple[str, ...]
     rules: Callable[[Context], Iterable[Rule]]
     body: Callable[[LocalCall], OpCall | None] | None = None
     implied: bool = True
     reason: str = ""
+    signature: str = ""
+    sum: str = ""
+    linear: str = ""
+    composites: tuple[str, ...] = ()
 
 
 REGISTRY: dict[str, OpEntry] = {}
@@ -226,6 +232,7 @@ def op(
     extra: Callable[[Context], Iterable[Rule]] | None = None,
     body: Callable[[LocalCall], OpCall | None] | None = None,
     reason: str = "",
+    composites: str = "",
 ) -> OpEntry:
     """Register operators (space-separated targets) by signature; `extra` adds rules of composites, `body` makes their calls."""
 
@@ -233,7 +240,13 @@ def op(
         text = signature if isinstance(signature, str) else signature(context)
         return [*signature_rules(text, sum, linear, addend)(context), *(extra(context) if extra else ())]
 
-    return register(OpEntry(tuple(targets.split()), rules, body, reason=reason))
+    shown = signature if isinstance(signature, str) else sentence(signature)
+    return register(OpEntry(tuple(targets.split()), rules, body, True, reason, shown, sum, linear, tuple(composites.split())))
+
+
+def sentence(function: Callable[..., object]) -> str:
+    """What a function of a table says about itself: the first line of its docstring."""
+    return (function.__doc__ or "").strip().partition("\n")[0]
 
 
 def implied_rules(context: Context) -> tuple[Rule, ...]:
@@ -246,6 +259,20 @@ def implied_rules(context: Context) -> tuple[Rule, ...]:
         tuple(INVARIANT if r.requires_grad else REPLICATED for r in context.node.outputs),
     )
     return (replicated, invariant) if invariant != replicated else (replicated,)
+
+
+def without_gradient(context: Context, rules: Iterable[Rule]) -> Iterable[Rule]:
+    """The rules, and those in which an operand is Invariant instead of Replicated where no gradient flows back to it."""
+    free = [i for i, r in enumerate(context.operands) if r.requires_grad]
+    if any(r.requires_grad for r in context.node.outputs) or not free:
+        yield from rules
+        return
+    for rule in rules:
+        yield rule
+        for chosen in range(1, 2 ** len(free)):
+            swapped = [i for k, i in enumerate(free) if chosen >> k & 1]
+            if all(rule.operands[i] == REPLICATED for i in swapped):
+                yield replace(rule, operands=tuple(INVARIANT if i in swapped else s for i, s in enumerate(rule.operands)))
 
 
 def resolve(slot: Slot, units: int, size: int, cut: object) -> object:

@@ -51,7 +51,7 @@ def _start(program: Program, theory: Theory, storage: Mapping[str, Placement]) -
         raise PlanError("the program's mesh is not the theory's", where="program")
     have: set[Property] = set()
     for ref in theory.graph.refs.values():
-        if ref.kind in (Kind.INPUT, Kind.CONSTANT):
+        if ref.kind is Kind.INPUT or (ref.kind is Kind.CONSTANT and ref.name not in theory.graph.producer):
             have.add(Property(ref.name, whole))
         elif ref.kind in (Kind.PARAMETER, Kind.BUFFER):
             if ref.name not in storage:

@@ -8,7 +8,7 @@ broadcast as numpy does. Outputs follow `->`, separated by commas.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def may_split(index: str) -> bool:
     return index.startswith("*") or index.islower()
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Signature:
     """The signature that `text` writes. A malformed one is a programmer's mistake (AssertionError)."""
     left, arrow, right = text.partition("->")

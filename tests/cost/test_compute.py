@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.theories import GraphBuilder
 
 from hapx.cost.compute import NOTHING, hidden, is_view, work
 from hapx.ir import Kind
+from support.theories import GraphBuilder
 
 
 def test_linear():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.theories import GraphBuilder, mlp
 
 from hapx.cost.memory import allocates, base_of, kept, saved, states_of, storage_bytes
 from hapx.errors import HapError
 from hapx.ir import Kind, TensorRef
+from support.theories import GraphBuilder, mlp
 
 
 @pytest.mark.parametrize("name,factor", [("adamw", 4), ("AdamW", 4), ("sgd", 2), ("sgd-momentum", 3), ("lion", 3)])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.theories import GraphBuilder, cluster, converted, described, device_type, flat, mlp, placed, split, triple, two_level
 
 from hapx.cost.model import BUCKET_BYTES, CostModel
 from hapx.errors import HapError
 from hapx.ir import Graph, OpCall
 from hapx.plan import Axes, Form, LocalBlock, Mesh, Triple
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement
+from support.theories import GraphBuilder, cluster, converted, described, device_type, flat, mlp, placed, split, triple, two_level
 
 FAST, SLOW = device_type("fast", 4e12, latency=1e-6), device_type("slow", 1e12, memory=8 * 10**9)
 FOUR = cluster([("fast",), ("fast",), ("slow",), ("slow",)], [FAST, SLOW])
@@ -231,10 +231,10 @@ def test_alike_nodes_share_their_terms():
         name = b.call(f"h{i}", "aten.linear.default", (8, 16), input=name, weight=f"w{i}", bias=None)
     g = b.graph(name)
     cost, whole = model(g), placed(REPLICATED)
-    steps = [cost.instruction(triple(g, i, {n: whole for n in g.refs})) for i in range(3)]
+    steps = [cost.instruction(triple(g, i, dict.fromkeys(g.refs, whole))) for i in range(3)]
     assert steps[1] is not steps[0]  # the first one's input needs no gradient
     assert steps[1] is not steps[2]  # the last one's result is not kept
-    again = cost.instruction(triple(g, 1, {n: whole for n in g.refs}))
+    again = cost.instruction(triple(g, 1, dict.fromkeys(g.refs, whole)))
     assert again is steps[1]
 
 
@@ -252,7 +252,7 @@ def test_half_precision_products_run_at_their_own_speed():
     assert term.at({}) == pytest.approx([2 * 4096**3 / 8e12])
 
 
-def test_at_concrete_lengths_terms_are_constants_per_coordinate():
+def test_at_concrete_lengths_terms_are_constants():
     g, mesh = big(), flat(4)
     cost = model(g)
     lengths = {Cut(mesh.row(0), 1024): (400, 400, 112, 112)}
@@ -260,4 +260,6 @@ def test_at_concrete_lengths_terms_are_constants_per_coordinate():
     a, b = (c.instruction(first_linear(g, mesh)).forward for c in (cost, exact))
     assert a is not None and b is not None
     assert b.cuts == ()
-    assert b.at({}) == pytest.approx(np.repeat(a.at(cost.lengths_to_shares(lengths)), 2))
+    assert b.at({}) == pytest.approx(a.at(cost.lengths_to_shares(lengths)))
+    unequal = cost.at_lengths({Cut(mesh.row(0), 1024): (400, 399, 113, 112)})
+    assert unequal.kinds == ((0,), (1,), (2,), (3,))

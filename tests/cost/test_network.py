@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.theories import cluster, device_type, flat, two_level
 
 from hapx.cluster.spec import Link
 from hapx.cost.network import AxisLinks, Network
@@ -12,6 +11,7 @@ from hapx.cost.terms import Piece
 from hapx.cost.view import View
 from hapx.plan import Form, Mesh
 from hapx.states import Cut
+from support.theories import cluster, device_type, flat, two_level
 
 ANY = device_type("any", 1e12)
 N = 1e9

@@ -6,12 +6,12 @@ from math import prod
 
 import numpy as np
 import pytest
-from support.theories import cluster, device_type, flat, placed, split, two_level
 
 from hapx.cost.view import View
 from hapx.layout import local_shape
 from hapx.plan import Axis, Mesh
 from hapx.states import REPLICATED, Cut, Placement
+from support.theories import cluster, device_type, flat, placed, split, two_level
 
 FAST, SLOW = device_type("fast", 4e12), device_type("slow", 1e12)
 MIXED = cluster([("fast", "fast"), ("slow", "slow"), ("slow", "slow")], [FAST, SLOW])
@@ -62,7 +62,8 @@ def test_exact_fractions_are_those_of_the_largest_local_tensor(nest: tuple[int, 
     shape = (12, 10)
     for second in (split(mesh, 1, 0, 12), split(mesh, 1, 1, 5, inner=2), REPLICATED):
         placement = placed(split(mesh, 0, 0, 12), second, nest=nest)
-        exact = View(mesh, MIXED, {cut: lengths}).fraction(placement).const
+        view = View(mesh, MIXED, {cut: lengths})
+        exact = {c: view.fraction(placement).const[k] for k, members in enumerate(view.kinds) for c in members}
         for c in range(3):
             local = max(prod(local_shape(shape, placement, mesh.sizes, {cut: lengths}, (c, i))) for i in range(2))
             if nest and second == split(mesh, 1, 0, 12):
@@ -79,7 +80,8 @@ def test_bounds_are_never_below_the_exact_fractions(lengths: tuple[int, ...]):
     view = View(mesh, MIXED)
     shares = {c: np.array(v) for c, v in view.shares({cut: lengths}).items()}
     bound = view.fraction(placement, bound=True).at(shares)
-    exact = View(mesh, MIXED, {cut: lengths}).fraction(placement).const
+    at_lengths = View(mesh, MIXED, {cut: lengths})
+    exact = {c: at_lengths.fraction(placement).const[k] for k, members in enumerate(at_lengths.kinds) for c in members}
     for kind, members in enumerate(view.kinds):
         assert all(bound[kind] >= exact[c] - 1e-12 for c in members)
 

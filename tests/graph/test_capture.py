@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,13 +12,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from support.interpret import run_module
-from support.models import CNN, GPT, MLP
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hapx.graph.capture import capture
 from hapx.ir import Graph, Kind, TorchConst
+from support.interpret import run_module
+from support.models import CNN, GPT, MLP
 
 
 def assert_same(module: nn.Module, graph: Graph, inputs: Sequence[Tensor], expected: Tensor, reference: nn.Module) -> dict[str, Tensor]:
@@ -65,7 +66,7 @@ def test_gpt_details() -> None:
     assert "head.weight" not in graph.refs
     attention = [n for n in graph.nodes if n.call.op == "aten.scaled_dot_product_attention"]
     assert [n.module for n in attention] == ["blocks.0", "blocks.1"]
-    assert all(n.source == "models.py:71: y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)" for n in attention)
+    assert all(n.source == "models.py:72: y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)" for n in attention)
     assert attention[0].call["dropout_p"] == 0.1 and attention[0].call["is_causal"] is True and attention[0].call["scale"] is None
     (split, _) = (n for n in graph.nodes if n.call.op == "aten.split")
     assert [o.shape for o in split.outputs] == [(3, 6, 8)] * 3 and split.call["split_size"] == 8 and split.call["dim"] == 2
@@ -87,6 +88,7 @@ def test_eval_drops_dropout() -> None:
 def test_batch_norm_keeps_its_buffers() -> None:
     model = CNN()
     graph = capture(model, model.example(4))
+    assert {r.name for r in graph.refs.values() if r.mutated} == {f"bn{i}.running_{s}" for i in (1, 2) for s in ("mean", "var")}
     norms = [n for n in graph.nodes if n.call.op == "aten.batch_norm"]
     assert [n.call["running_mean"].name for n in norms] == ["bn1.running_mean", "bn2.running_mean"]
     assert [o.target for o in graph.outputs if o.role == "buffer"] == ["bn1.num_batches_tracked", "bn2.num_batches_tracked"]
@@ -224,9 +226,7 @@ class Returning(nn.Module):
         return forms[self.form]
 
 
-@pytest.mark.parametrize(
-    ("form", "places"), [("tuple", ["1.0", "1.1.x"]), ("dict", ["logits"]), ("dataclass", ["logits"]), ("named", ["logits"])]
-)
+@pytest.mark.parametrize(("form", "places"), [("tuple", ["1.0", "1.1.x"]), ("dict", ["logits"]), ("dataclass", ["logits"]), ("named", ["logits"])])
 def test_forms_of_output(form: str, places: list[str]) -> None:
     graph = capture(Returning(form), (torch.randn(2, 4, dtype=torch.float64),))
     assert graph.outputs[0].role == "loss" and graph.refs[graph.loss].shape == ()
@@ -248,9 +248,9 @@ def test_loss_fn() -> None:
     weight = torch.rand(3, dtype=torch.float64)
     loss_fn = nn.CrossEntropyLoss(weight=weight)
     graph = capture(model, (x, y), loss_fn=loss_fn)
-    assert graph.input_names == ("x", "targets") and set(n.module for n in graph.nodes) <= {"", "body"}
+    assert graph.input_names == ("x", "targets") and {n.module for n in graph.nodes} <= {"", "body"}
     assert graph.nodes[0].module == "body" and "body.weight" in graph.refs
-    assert [v for v in graph.constants.values()] == [tuple(weight.tolist())]
+    assert list(graph.constants.values()) == [tuple(weight.tolist())]
     reference = copy.deepcopy(model)
     assert_same(model, graph, (x, y), loss_fn(reference(x), y), reference)
     again = capture(model, ({"x": x}, (y, x)), loss_fn=lambda out, t, z: F.cross_entropy(out, t) + z.mean())
@@ -298,8 +298,7 @@ def test_contexts(autocast: bool) -> None:
     assert not any(o.requires_grad for n in graph.nodes[quiet.start : quiet.stop] for o in n.outputs)
     assert [o.target for o in graph.outputs if o.role == "buffer"] == ["average"]
     cast = [(r.options, [n.call.op for n in graph.nodes[r.start : r.stop]]) for r in graph.regions if r.kind == "autocast"]
-    expected = [((("dtype", TorchConst("dtype", "bfloat16")),), ["aten.numpy_T", "aten.matmul"])]
-    assert [c[0] for c in cast] == [e[0] for e in expected] * autocast
+    assert [c[0] for c in cast] == [(("dtype", TorchConst("dtype", "bfloat16")),)] * autocast
     assert not autocast or cast[0][1][-1] == "aten.matmul"
 
 
@@ -333,3 +332,14 @@ def test_no_grad_method_and_detach() -> None:
 
     graph = check(Target(), torch.randn(3, 4, dtype=torch.float64))
     assert sum(n.call.op == "aten.detach" for n in graph.nodes) >= 2
+
+
+def test_gpt2_small_on_meta_is_fast() -> None:
+    with torch.device("meta"):
+        model = GPT(50257, 768, 12, 12, 128, dropout=0.1, dtype=torch.float32)
+    inputs = tuple(torch.zeros(8, 128, dtype=torch.int64) for _ in range(2))
+    start = time.process_time()
+    graph = capture(model, inputs)
+    assert time.process_time() - start < 8.0, "about 3 s on an idle core"
+    assert {b for b in graph.block_of if b is not None} == {(0, i) for i in range(12)}
+    assert sum(b is not None for b in graph.block_of) == 12 * 21

@@ -101,14 +101,14 @@ CASES = [
     (item, CaptureError, "depends on the values", True),
     (nonzero, CaptureError, "depends on", True),
     (counting, CaptureError, "forward changes", False),
-    (caching, CaptureError, "", False),
+    (caching, CaptureError, "forward changes last", False),
     (own_backward, CaptureError, "autograd.Function Double cannot be captured", True),
     (reentrant, CaptureError, "use_reentrant=False", True),
     (complex_numbers, CaptureError, "complex64 tensor", True),
     (wrong_shape, CaptureError, "tracing forward failed", True),
     (large_constant, CaptureError, "1000001 elements", False),
     (trainable_constant, CaptureError, "is no parameter", False),
-    (condition, HapError, "", False),
+    (condition, HapError, "cond", False),
     (detached, CaptureError, "does not depend on any parameter", False),
 ]
 
@@ -153,12 +153,12 @@ def test_inputs_that_do_not_fit() -> None:
     with pytest.raises(CaptureError, match=r"do not fit Model.forward: too many.*forward\(x"):
         capture(model, (x, x))
     with pytest.raises(CaptureError, match="unexpected keyword argument 'y'"):
-        capture(model, {"y": x})
+        capture(model, {"x": x, "y": x})
     with pytest.raises(CaptureError, match="hold no tensor"):
         capture(model, (3,))
     with pytest.raises(CaptureError, match="example_inputs is a int"):
         capture(model, 3)
-    with pytest.raises(CaptureError, match="use torch.as_tensor"):
+    with pytest.raises(CaptureError, match=r"use torch\.as_tensor"):
         capture(model, (x.numpy(),))
     with pytest.raises(CaptureError, match="do not fit a loss function"):
         capture(model, (x,), loss_fn=lambda out, y: out)
@@ -174,7 +174,7 @@ def test_models_that_do_not_fit() -> None:
         capture(Model(lambda m, h: h), (x, x), loss_fn=nn.Linear(2, 2))
     split = Model(mean)
     split.other = nn.Linear(2, 2, device="meta")
-    with pytest.raises(CaptureError, match="several devices: 'linear.weight' on cpu, 'other.weight' on meta"):
+    with pytest.raises(CaptureError, match=r"several devices: 'linear\.weight' on cpu, 'other\.weight' on meta"):
         capture(split, (x,))
     shared = Model(mean)
     shared.alias = nn.Parameter(shared.linear.weight.detach())

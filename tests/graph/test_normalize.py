@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from support.interpret import run_module
 from torch import Tensor, nn
 
 from hapx.errors import CaptureError, HapError, UnsupportedOperatorError
 from hapx.graph.capture import capture
-from hapx.ir import Graph, Kind
+from hapx.ir import Graph, Kind, TorchConst
+from support.interpret import run_module
 
 
 class Model(nn.Module):
@@ -59,10 +59,10 @@ def chain(m: Model, h: Tensor) -> Tensor:
     y = h * 2
     z = y.add_(1).mul_(m.plain)
     assert z is y
-    F.relu(y, inplace=True)
-    y[y > 2] = 0.5
+    y[h > 2] = 0.5
     y.clamp_(max=1.5)
-    return y + h
+    F.relu(y, inplace=True)
+    return y * h
 
 
 def masked(m: Model, h: Tensor) -> Tensor:
@@ -84,9 +84,16 @@ def view_first(m: Model, h: Tensor) -> Tensor:
     return y.view(3, 4)
 
 
+def clones(m: Model, h: Tensor) -> Tensor:
+    y, z = h.clone(), h.contiguous().clone()
+    y.add_(1)
+    z *= y
+    return y * z - h
+
+
 def two_names(m: Model, h: Tensor) -> Tensor:
     y = F.dropout(h + 1, p=0.0)  # y is the very tensor h + 1
-    w = y.alias() if hasattr(y, "alias") else y
+    w = torch.ops.aten.alias.default(y)
     y.exp_()
     return w + y
 
@@ -127,7 +134,7 @@ def casts(m: Model, h: Tensor) -> Tensor:
     return h.float().to(torch.bfloat16).to("cpu").to(h).type_as(h) + h.to("cpu", torch.float32)
 
 
-CASES = [chain, masked, whole_fill, view_first, two_names, fresh_constants, buffers, buffer_with_gradient, attribute, multiple, casts]
+CASES = [chain, masked, whole_fill, view_first, clones, two_names, fresh_constants, buffers, buffer_with_gradient, attribute, multiple, casts]
 
 
 @pytest.mark.parametrize("body", CASES, ids=lambda f: f.__name__)
@@ -191,6 +198,36 @@ def test_dead_code() -> None:
     graph = capture(Dead(), (inputs(),))
     assert [n.call.op for n in graph.nodes] == ["aten.sin", "aten.add", "aten.batch_norm", "aten.linear", "aten.mean"]
     assert [n.call.op for n in capture(Dead(), (inputs(),), training=False).nodes] == ["aten.linear", "aten.mean"]
+
+
+def test_one_norm_applied_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.norm(x) * 2).square().mean()
+
+    model, reference = Twice(), Twice()
+    graph = capture(model, (inputs(),))
+    for _ in range(3):  # several steps: the statistics of one are the start of the next
+        expected = reference(inputs())
+        assert torch.equal(run_module(graph, model, (inputs(),))[graph.loss], expected)
+    for (name, a), (_, b) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
+        assert torch.equal(a, b), name
+    assert graph.refs["norm.running_mean"].mutated and not graph.refs["norm.num_batches_tracked"].mutated
+    assert not capture(model, (inputs(),), training=False).refs["norm.running_mean"].mutated
+
+
+def test_defaults_are_torch_constants() -> None:
+    def body(m: Model, h: Tensor) -> Tensor:
+        return h.contiguous(memory_format=torch.preserve_format) + torch.randint(4, (3, 4))
+
+    graph = capture(Model(body), (inputs(),))
+    (randint,) = (n for n in graph.nodes if n.call.op == "aten.randint")
+    assert randint.call["dtype"] == TorchConst("dtype", "int64")
+    assert not any(n.call.op in ("aten.contiguous", "aten.clone") for n in graph.nodes)
 
 
 # -- refused --------------------------------------------------------------------------------------------------------------------------

@@ -151,7 +151,9 @@ def test_hash() -> None:
 
 
 def test_regions() -> None:
-    marks = [Mark(checkpoint=c, grad=g, autocast=a) for c, g, a in [(0, True, "bfloat16"), (0, False, "bfloat16"), (1, False, None), (None, True, None)]]
+    marks = [
+        Mark(checkpoint=c, grad=g, autocast=a) for c, g, a in [(0, True, "bfloat16"), (0, False, "bfloat16"), (1, False, None), (None, True, None)]
+    ]
     options = (("dtype", TorchConst("dtype", "bfloat16")),)
     assert find_regions(marks) == (
         Region("autocast", 0, 2, options), Region("checkpoint", 0, 2), Region("no_grad", 1, 3), Region("checkpoint", 2, 3),

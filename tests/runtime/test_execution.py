@@ -7,17 +7,18 @@ from functools import partial
 
 import pytest
 import torch
-from support.equivalence import assert_equivalent, run_ranks
-from support.models import MLP
-from support.plans import flat, mlp_batch_split, mlp_tensor_parallel, mlp_two_level, place, sharded
+import torch.nn.functional as F
 from torch import Tensor
 
 from hapx.collectives.communicator import create_groups
 from hapx.errors import PlanError
-from hapx.ir import OpCall
+from hapx.ir import OpCall, Region, TorchConst
 from hapx.plan import Form, Instruction, Plan
 from hapx.runtime.executor import Executor
 from hapx.verify import verify
+from support.equivalence import assert_equivalent, run_ranks
+from support.models import MLP
+from support.plans import flat, mlp_batch_split, mlp_tensor_parallel, mlp_two_level, place, sharded
 
 WIDTHS = (5, 8, 3)
 model = partial(MLP, WIDTHS)
@@ -38,7 +39,7 @@ PLANS = {
     "hidden 5:3": lambda: mlp_tensor_parallel(WIDTHS, (5, 3), 8),
     "hidden 0:8": lambda: mlp_tensor_parallel(WIDTHS, (0, 8), 8),
     "stored in shards, kept": lambda: mlp_batch_split(WIDTHS, (6, 2), stored=shards(2)),
-    "stored in shards, freed": lambda: mlp_batch_split(WIDTHS, (5, 0, 3), stored=shards(3), free=True),
+    "stored in shards 5:0:3, freed": lambda: mlp_batch_split(WIDTHS, (5, 0, 3), stored=shards(3), free=True),
     "machines 6:2, hidden even inside": lambda: mlp_two_level(WIDTHS, (6, 2), 2),
     "machines 0:8": lambda: mlp_two_level(WIDTHS, (0, 8), 2),
 }
@@ -53,11 +54,13 @@ def test_training_equals_one_device(name: str, optimizer: str) -> None:
     assert uses.unequal
     assert uses.sharded_flops > 0.9
     assert uses.zero_length == ("0" in name)
-    assert (uses.stored_sharded, uses.freed) == {"stored in shards, kept": (2, 0), "stored in shards, freed": (2, 2)}.get(name, (uses.stored_sharded, 0))
+    assert (uses.stored_sharded, uses.freed) == {"stored in shards, kept": (2, 0), "stored in shards 5:0:3, freed": (2, 2)}.get(
+        name, (uses.stored_sharded, 0)
+    )
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["batch 6:2", "hidden 5:3", "stored in shards, freed", "machines 6:2, hidden even inside"])
+@pytest.mark.parametrize("name", ["batch 6:2", "hidden 5:3", "stored in shards 5:0:3, freed", "machines 6:2, hidden even inside"])
 def test_training_equals_one_device_over_gloo(name: str) -> None:
     uses = assert_equivalent(model, inputs, PLANS[name](), mode="gloo")
     assert uses.unequal
@@ -135,8 +138,14 @@ def local_code(plan: Plan, threads: object = None) -> tuple[str, str]:
     return program.code, str(program.module)
 
 
+def code_of(plan: Plan) -> tuple[str, str]:
+    """Code and submodules of rank 1."""
+    code, modules = run_ranks(plan, local_code, plan)[1]
+    return code, modules
+
+
 def test_code_is_readable() -> None:
-    code, modules = run_ranks(PLANS["stored in shards, kept"](), local_code)[1]
+    code, modules = code_of(PLANS["stored in shards, kept"]())
     assert "def forward(self, layers_0_weight, layers_0_bias, layers_1_weight, layers_1_bias, x, targets):" in code
     assert "all_gather_layers_0_weight = self.all_gather_layers_0_weight(layers_0_weight)" in code
     assert "synchronise_layers_0_bias = self.synchronise_layers_0_bias(layers_0_bias)" in code
@@ -145,20 +154,15 @@ def test_code_is_readable() -> None:
     assert "(slice_x): Conversion(x: R->S0[8]@0" in modules
 
 
-def test_calls_without_elements_are_replaced() -> None:
-    code, modules = run_ranks(PLANS["batch 5:0:3"](), local_code)[1]
-    assert "aten.linear" not in code
-    assert "(empty_linear): EmptyCall(aten.linear.default without elements: [0, 8])" in modules
-    assert "hapx.mse_loss" in modules  # composites communicate: they always run
-
-
 def test_unknown_operator_is_a_plan_error() -> None:
     def rename(i: Instruction) -> Instruction:
         body = i.triple.body
-        return replace(i, triple=replace(i.triple, body=replace(body, target="aten.gelu.nothing"))) if isinstance(body, OpCall) and "gelu" in body.target else i
+        if not isinstance(body, OpCall) or "gelu" not in body.target:
+            return i
+        return replace(i, triple=replace(i.triple, body=replace(body, target="aten.gelu.nothing")))
 
     with pytest.raises(PlanError, match=r"no operator 'aten\.gelu\.nothing'"):
-        run_ranks(edit(PLANS["batch 6:2"](), rename), local_code)
+        code_of(edit(PLANS["batch 6:2"](), rename))
 
 
 def test_wrong_model_is_a_plan_error() -> None:
@@ -178,7 +182,31 @@ def test_evaluation_computes_the_loss_without_gradients() -> None:
             loss = executor.run(plan.first, dict(zip(("x", "targets"), inputs(0), strict=True)))["mse_loss"]
         return float(loss), loss.requires_grad
 
-    expected = float(model()(*inputs(0)))
+    expected = float(model()(*inputs(0)).detach())
     for loss, grad in run_ranks(plan, evaluate):
         assert loss == pytest.approx(expected, rel=1e-12)
         assert not grad
+
+
+def test_autocast_regions_are_kept_and_the_callers_autocast_is_not() -> None:
+    plan = mlp_batch_split(WIDTHS, (5, 3))
+    region = Region("autocast", 0, 3, (("dtype", TorchConst("dtype", "bfloat16")),))
+    inside = replace(plan, graphs={plan.first: replace(plan.graphs[plan.first], regions=(region,))})
+    x, targets = (t.float() for t in inputs(0))
+
+    def loss(plan: Plan, caller: bool, threads: object = None) -> tuple[float, str]:
+        executor = Executor(plan, threads.rank, MLP(WIDTHS, dtype=torch.float32), create_groups(plan.stages[0].mesh, threads))  # type: ignore[attr-defined, arg-type]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=caller):
+            value = executor.run(plan.first, {"x": x, "targets": targets})["mse_loss"]
+        return float(value.detach()), executor.program(plan.first).code
+
+    module = MLP(WIDTHS, dtype=torch.float32)
+    full = float(module(x, targets).detach())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        features = module.features(x)
+    low = float(F.mse_loss(features, targets).detach())
+    assert abs(low - full) > 1e-5 * full  # the test can tell them apart
+    assert run_ranks(plan, loss, plan, True)[1][0] == pytest.approx(full, rel=1e-6)
+    value, code = run_ranks(plan, loss, inside, False)[1]
+    assert value == pytest.approx(low, rel=1e-6)
+    assert "under_autocast('cpu', torch.bfloat16, torch.ops.aten.linear.default, slice_x" in code

@@ -57,8 +57,9 @@ class Uses:
     def __str__(self) -> str:
         forms = ", ".join(sorted(f.value for f in self.forms)) or "none"
         return (
-            f"{self.sharded_flops:.0%} of the FLOPs divided, lengths {'unequal' if self.unequal else 'equal'}{', one of them 0' if self.zero_length else ''}, "
-            f"forms: {forms}, {self.stored_sharded} parameters stored in shards, {self.freed} freed and gathered again, {self.sfb} by sufficient factors"
+            f"{self.sharded_flops:.0%} of the FLOPs divided, lengths {'unequal' if self.unequal else 'equal'}"
+            f"{', one of them 0' if self.zero_length else ''}, forms: {forms}, {self.stored_sharded} parameters stored in shards, "
+            f"{self.freed} freed and gathered again, {self.sfb} by sufficient factors"
         )
 
 
@@ -138,9 +139,9 @@ def assert_equivalent(
 def compare(found: Trace, expected: Trace, where: str, tolerance: float = TOLERANCE) -> None:
     """Raises AssertionError at the first difference."""
     assert len(found.losses) == len(expected.losses)
-    for step, (a, b) in enumerate(zip(found.losses, expected.losses, strict=True)):
+    steps = zip(found.losses, expected.losses, found.gradients, expected.gradients, strict=True)
+    for step, (a, b, got, want) in enumerate(steps):
         assert abs(a - b) <= tolerance * max(abs(b), 1e-300), f"{where}, step {step}: loss {a!r} instead of {b!r}"
-    for step, (got, want) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
         assert set(got) == set(want), f"{where}, step {step}: gradients of {sorted(set(got) ^ set(want))} on one side only"
         largest = max((float(g.abs().max()) for g in want.values() if g.numel()), default=1.0)
         for name, g in want.items():

@@ -95,10 +95,10 @@ class Pool:
         """`function(*args)` on every rank; the results in rank order. Raises RankError."""
         if not self.ranks:
             self.start()
-        job = (_test_modules(), _dump((function, args)))
+        job = pickle.dumps((_test_modules(), pickle.dumps((function, args))))  # plain pickle: tensors travel by value
         for rank in self.ranks:
             with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by `_collect`
-                rank.connection.send(job)
+                rank.connection.send_bytes(job)
         results, failures = self._collect(time.monotonic() + timeout)
         if failures:
             self.stop()
@@ -113,7 +113,7 @@ class Pool:
             for connection in wait(list(waiting), left):
                 rank = waiting.pop(connection)  # type: ignore[arg-type]
                 try:
-                    kind, value = rank.connection.recv()
+                    kind, value = pickle.loads(rank.connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     kind, value = "failed", rank.last_words()
                 (results if kind == "done" else failures)[rank.rank] = value
@@ -143,12 +143,6 @@ def _test_modules() -> dict[str, str]:
         if file and Path(file).is_relative_to(TESTS):
             found[name] = file
     return found
-
-
-def _dump(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    pickle.dump(value, buffer)
-    return buffer.getvalue()
 
 
 class _Loader(pickle.Unpickler):
@@ -191,15 +185,15 @@ def serve(connection: Connection, rank: int, world_size: int, store: str, parent
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout)
     while True:
         try:
-            files, job = connection.recv()
+            files, job = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         try:
             function, args = _Loader(job, files).load()
-            answer = ("done", function(*args))
+            answer = pickle.dumps(("done", function(*args)))
         except BaseException:
-            answer = ("failed", traceback.format_exc())
-        connection.send(answer)
+            answer = pickle.dumps(("failed", traceback.format_exc()))
+        connection.send_bytes(answer)
 
 
 if __name__ == "__main__":

@@ -73,14 +73,14 @@ class ToyCosts:
     def conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
         costs = []
         kept = None
-        for i, c in enumerate(path):
-            what = f"{ref.shape}{ref.kind}{i}{c.form}{c}{c.free}"
+        for c in path:
+            what = f"{ref.shape}{ref.kind}{c.form}{c}{c.free}"
             cuts = tuple(s.cut for s in (c.source, c.target) if isinstance(s, Sharded) and s.cut.row.kind != "even")
             cutting = c.axis == 0
             if forward_collective(c.source, c.target):
                 costs.append(CommunicationCost("forward", self.term(what + "f", 0.4, cuts), cutting))
-                if ref.kind is Kind.PARAMETER and not c.free and self.memory:
-                    kept = self.term(what + "m", 2.0)
+                if ref.kind is Kind.PARAMETER and self.memory and not any(d.free for d in path):
+                    kept = self.term(f"{ref.shape}{target}m", 2.0)
             if c.gradient and backward_collective(c.source, c.target):
                 direction = "synchronise" if ref.kind is Kind.PARAMETER and not forward_collective(c.source, c.target) else "backward"
                 costs.append(CommunicationCost(direction, self.term(what + "b", 0.4, cuts), cutting))  # type: ignore[arg-type]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import toy
 
 from hapx.errors import InsufficientMemoryError
 from hapx.synth.exhaustive import Enumeration
 from hapx.synth.search import synthesize
+from support import toy
 from hapx.theory.replay import replay
 
 KINDS = {1: ((0, 1, 2, 3),), 2: ((0, 1), (2, 3)), 3: ((0,), (1, 2), (3,))}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from hapx.ir import OpCall
+from hapx.ir import FLOATING, OpCall
 from hapx.plan import Axes, LocalBlock, LocalIndices
-from hapx.states import INVARIANT
+from hapx.states import INVARIANT, PARTIAL, REPLICATED, Placement, Sharded
 from hapx.theory.registry import Context, LocalCall, Rule, Site, Slot, op
 
 # --- sufficient factor broadcasting (HAP section 2.2) ---------------------------------------------------------------
@@ -31,12 +31,22 @@ def linear_body(local: LocalCall) -> OpCall | None:
     if len(axes) > 1:
         return None  # one gather per instruction
     (axis,) = axes
+    if not _gatherable(local.pre[0], axis):
+        return None
     for other in range(len(local.variants)):
         # an Invariant parameter on another axis would need its own gather
         if other != axis and local.pre[1].states[other] == INVARIANT and local.pre[0].states[other] != INVARIANT:
             return None
     block = LocalBlock(axis, local.pre[0])
     return OpCall("hapx.linear_sfb", (*local.node.call.args, ("gather", Axes(axes)), ("block", block)))
+
+
+def _gatherable(placement: Placement, axis: int) -> bool:
+    """Whether no other axis cuts what `axis` has cut: the outer of two nested axes cannot be gathered while the inner one is cut."""
+    mine, order = placement.states[axis], placement.order()
+    assert isinstance(mine, Sharded)
+    later = (placement.states[b] for b in order[order.index(axis) + 1 :])
+    return not any(isinstance(s, Sharded) and s.same_split(mine) for s in later)
 
 
 op(
@@ -47,11 +57,25 @@ op(
     addend="bias",
     extra=linear_sfb_rules,
     body=linear_body,
+    composites="hapx.linear_sfb",
 )
-op("aten.mm", "self: m k, mat2: k n -> m n", sum="k", linear="self | mat2")
-op("aten.bmm", "self: b m k, mat2: b k n -> b m n", sum="k", linear="self | mat2")
-op("aten.addmm", "self: * n, mat1: m k, mat2: k n -> m n", sum="k", linear="self mat1 | self mat2", addend="self")
-op("aten.baddbmm", "self: * m n, batch1: b m k, batch2: b k n -> b m n", sum="k", linear="self batch1 | self batch2", addend="self")
+op("aten.mm.default", "self: m k, mat2: k n -> m n", sum="k", linear="self | mat2")
+op("aten.bmm.default", "self: b m k, mat2: b k n -> b m n", sum="k", linear="self | mat2")
+
+
+def added_signature(left: str, right: str, result: str) -> Callable[[Context], str]:
+    """A product to which `self` is added, broadcast: its dims are the last ones of the result."""
+
+    def signature(context: Context) -> str:
+        """As a product; what is added is broadcast."""
+        rank = len(context.operands[0].shape)
+        return f"self: {' '.join(result.split()[len(result.split()) - rank :])}, {left}, {right} -> {result}"
+
+    return signature
+
+
+op("aten.addmm.default", added_signature("mat1: m k", "mat2: k n", "m n"), sum="k", linear="self mat1 | self mat2", addend="self")
+op("aten.baddbmm.default", added_signature("batch1: b m k", "batch2: b k n", "b m n"), sum="k", linear="self batch1 | self batch2", addend="self")
 op("aten.mv", "self: m k, vec: k -> m", sum="k", linear="self | vec")
 op("aten.dot", "self: k, tensor: k -> ", sum="k", linear="self | tensor")
 
@@ -61,7 +85,7 @@ def matmul_signature(context: Context) -> str:
     left, right = (len(r.shape) for r in context.operands)
     first = "k" if left == 1 else "* m k"
     second = "k" if right == 1 else ("k n" if right == 2 else "* k n")
-    result = f"{'*' if max(left, right) > 2 or left > 1 and right == 1 else ''} {'m' if left > 1 else ''} {'n' if right > 1 else ''}"
+    result = f"{'*' if max(left, right) > 2 or (left > 1 and right == 1) else ''} {'m' if left > 1 else ''} {'n' if right > 1 else ''}"
     return f"self: {first}, other: {second} -> {result}"
 
 
@@ -71,8 +95,8 @@ op("aten.matmul", matmul_signature, sum="k", linear="self | other")
 
 
 def attention_signature(context: Context) -> str:
-    """Queries may be split too where no causal mask ties them to their position."""
-    q = "Q" if context.call.get("is_causal") else "q"
+    """Queries may be split too where no causal mask ties them to their position (the composite with dropout knows the position)."""
+    q = "Q" if context.call.get("is_causal") and not context.call.get("dropout_p") else "q"
     mask = f", attn_mask: * {q} K" if context.position("attn_mask") is not None else ""
     return f"query: * {q} D, key: * K D, value: * K e{mask} -> * {q} e"
 
@@ -94,7 +118,14 @@ def attention_body(local: LocalCall) -> OpCall | None:
     return OpCall("hapx.attention_dropout", args)
 
 
-op("aten.scaled_dot_product_attention", attention_signature, linear="value", body=attention_body)
+def attention_linear(context: Context) -> Iterable[Rule]:
+    """Linear in the values; with dropout it is random, and nothing random is Partial."""
+    if not context.call.get("dropout_p") and context.node.outputs[0].dtype in FLOATING:
+        value = context.position("value")
+        yield Rule(tuple(PARTIAL if i == value else REPLICATED for i in range(len(context.operands))), (PARTIAL,))
+
+
+op("aten.scaled_dot_product_attention", attention_signature, extra=attention_linear, body=attention_body, composites="hapx.attention_dropout")
 
 # --- convolution --------------------------------------------------------------------------------------------------------
 
@@ -102,11 +133,21 @@ SPATIAL = {1: "W", 2: "H W", 3: "T H W"}
 
 
 def convolution_signature(context: Context) -> str:
-    spatial = SPATIAL[len(context.operands[1].shape) - 2]
-    kernel = " ".join(f"K{s}" for s in spatial.split())
+    """Channels sum up; a spatial dim may be split where the kernel has one element and neither steps nor pads."""
+    letters = SPATIAL[len(context.operands[1].shape) - 2].split()
+    kernel = " ".join(f"K{s}" for s in letters)
+    sizes = context.operands[1].shape[2:]
+    pointwise = [size == 1 and _each(context.call, "stride", i) == 1 and _each(context.call, "padding", i) == 0 for i, size in enumerate(sizes)]
+    spatial = " ".join(s.lower() if p else s for s, p in zip(letters, pointwise, strict=True))
     if context.call.get("groups") != 1:
         return f"input: b C {spatial}, weight: N G {kernel}, bias: N -> b N {spatial}"
     return f"input: b c {spatial}, weight: n c {kernel}, bias: n -> b n {spatial}"
+
+
+def _each(call: OpCall, name: str, dim: int) -> object:
+    """The argument's number for one spatial dim: one number stands for all."""
+    values = call[name]
+    return values if not isinstance(values, tuple) else values[dim % len(values)]
 
 
 op(
@@ -116,4 +157,3 @@ op(
     linear="input bias | weight bias",
     addend="bias",
 )
-

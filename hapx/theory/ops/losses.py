@@ -8,7 +8,7 @@ from math import prod
 from hapx.ir import FLOATING, OpCall
 from hapx.plan import Axes, LocalIndices, LocalOffset
 from hapx.states import INVARIANT, PARTIAL, REPLICATED
-from hapx.theory.registry import Context, LocalCall, OpEntry, Rule, Site, op, register, signature_rules
+from hapx.theory.registry import Context, LocalCall, OpEntry, Rule, Site, Slot, op, register, signature_rules
 
 MEAN, SUM = 1, 2
 
@@ -32,7 +32,13 @@ def embedding_body(local: LocalCall) -> OpCall | None:
     )
 
 
-op("aten.embedding", "weight: V n, indices: * -> * n", linear="weight", extra=vocabulary_rules, body=embedding_body)
+def embedding_signature(context: Context) -> str:
+    """Ids may be split, unless gradients are scaled by how often an id occurs in all of them."""
+    ids = " ".join(f"I{d}" for d in range(len(context.operands[1].shape))) if context.call.get("scale_grad_by_freq") else "*"
+    return f"weight: V n, indices: {ids} -> {ids} n"
+
+
+op("aten.embedding", embedding_signature, linear="weight", extra=vocabulary_rules, body=embedding_body, composites="hapx.embedding")
 
 # --- cross entropy -------------------------------------------------------------------------------------------------------------
 
@@ -47,13 +53,15 @@ def cross_entropy_rules(context: Context) -> Iterable[Rule]:
         for d in (d for d in range(rank) if d != 1):
             image = d if probabilities else d - (d > 1)
             for outer in context.outers([(logits, d), (target, image)]):
-                if logits.shape[d] > outer and logits.shape[d] % outer == 0 and not (probabilities and reduction == MEAN):
-                    operands = (Site(d, outer), Site(image, outer), *(REPLICATED for _ in weight))
+                if logits.shape[d] > outer and logits.shape[d] % outer == 0:
+                    operands: tuple[Slot, ...] = (Site(d, outer), Site(image, outer), *(REPLICATED for _ in weight))
                     if reduction in (MEAN, SUM):
                         yield Rule(operands, (PARTIAL,), "batch", divides=True)
                     else:
                         yield Rule(operands, (Site(d - (d > 1), outer),), divides=True)
-    if not probabilities and logits.requires_grad and rank > 1 and logits.shape[class_dim] > 1:
+    if probabilities and not context.call["label_smoothing"]:
+        yield Rule((REPLICATED, PARTIAL, *(REPLICATED for _ in weight)), (PARTIAL,))
+    if not probabilities and rank > 1 and logits.shape[class_dim] > 1:
         yield Rule((Site(class_dim), REPLICATED, *(REPLICATED for _ in weight)), (INVARIANT,), "classes", divides=True)
 
 
@@ -70,7 +78,7 @@ def cross_entropy_body(local: LocalCall) -> OpCall | None:
     return OpCall("hapx.cross_entropy", args)
 
 
-register(OpEntry(("aten.cross_entropy_loss",), cross_entropy_rules, cross_entropy_body))
+register(OpEntry(("aten.cross_entropy_loss",), cross_entropy_rules, cross_entropy_body, composites=("hapx.cross_entropy",)))
 
 # --- elementwise losses ------------------------------------------------------------------------------------------------------------
 
@@ -99,7 +107,7 @@ def mse_body(local: LocalCall) -> OpCall | None:
     return OpCall("hapx.mse_loss", (*call.args, ("count", prod(local.operands[0].shape))))
 
 
-register(OpEntry(("aten.mse_loss",), elementwise_loss_rules, mse_body))
+register(OpEntry(("aten.mse_loss",), elementwise_loss_rules, mse_body, composites=("hapx.mse_loss",)))
 
 # --- dropout -----------------------------------------------------------------------------------------------------------------------
 
@@ -117,8 +125,15 @@ def dropout_body(local: LocalCall) -> OpCall | None:
     shape = local.operands[0].shape
     return OpCall(
         "hapx.dropout",
-        (("input", call["input"]), ("p", call["p"]), ("call", local.index), ("indices", LocalIndices(shape, local.pre[0])), ("shape", shape), ("rng", None)),
+        (
+            ("input", call["input"]),
+            ("p", call["p"]),
+            ("call", local.index),
+            ("indices", LocalIndices(shape, local.pre[0])),
+            ("shape", shape),
+            ("rng", None),
+        ),
     )
 
 
-register(OpEntry(("aten.dropout",), dropout_rules, dropout_body))
+register(OpEntry(("aten.dropout",), dropout_rules, dropout_body, composites=("hapx.dropout",)))

@@ -2,47 +2,77 @@
 
 from __future__ import annotations
 
-from hapx.theory.registry import Context, op
+from collections.abc import Iterable
+
+from hapx.ir import FLOATING
+from hapx.states import INVARIANT, PARTIAL, REPLICATED
+from hapx.theory.registry import Context, Rule, Site, op
 
 # one tensor, linear: f(a + b) = f(a) + f(b)
 LINEAR_UNARY = "aten.neg aten.clone aten.contiguous aten.positive aten.alias aten.detach aten.detach_copy aten.lift_fresh_copy"
 # one tensor, not linear
 UNARY = """
     aten.relu aten.gelu aten.silu aten.sigmoid aten.tanh aten.exp aten.exp2 aten.expm1 aten.log aten.log2 aten.log10 aten.log1p aten.sqrt aten.rsqrt
-    aten.reciprocal aten.abs aten.sign aten.sin aten.cos aten.tan aten.asin aten.acos aten.atan aten.sinh aten.cosh aten.erf aten.erfc aten.square
-    aten.elu aten.selu aten.celu aten.leaky_relu aten.hardtanh aten.relu6 aten.hardswish aten.hardsigmoid aten.softplus aten.softsign aten.mish
-    aten.log_sigmoid aten.tanhshrink aten.hardshrink aten.softshrink aten.threshold aten.clamp.default aten.clamp_min.default aten.clamp_max.default
-    aten.logical_not aten.bitwise_not aten.isnan aten.isinf aten.isfinite aten.floor aten.ceil aten.round aten.trunc aten.frac aten.nan_to_num
-    aten.logit aten.pow.Tensor_Scalar aten.pow.Scalar aten.remainder.Scalar aten.fmod.Scalar aten.rsub.Scalar
+    aten.reciprocal aten.abs aten.sin aten.cos aten.tan aten.asin aten.acos aten.atan aten.sinh aten.cosh aten.erf aten.erfc aten.square
+    aten.elu aten.selu aten.celu aten.leaky_relu aten.hardtanh aten.relu6 aten.hardswish aten.hardsigmoid aten.softplus aten.mish
+    aten.log_sigmoid aten.hardshrink aten.softshrink aten.threshold aten.clamp.default aten.clamp_min.default aten.clamp_max.default
+    aten.logical_not aten.bitwise_not aten.isnan aten.isinf aten.isfinite aten.frac aten.nan_to_num
+    aten.logit aten.pow.Tensor_Scalar aten.remainder.Scalar aten.fmod.Scalar aten.rsub.Scalar
     aten.eq.Scalar aten.ne.Scalar aten.lt.Scalar aten.le.Scalar aten.gt.Scalar aten.ge.Scalar
     aten.bitwise_and.Scalar aten.bitwise_or.Scalar aten.bitwise_xor.Scalar aten.floor_divide.Scalar
     aten.add.Scalar aten.sub.Scalar
-    aten.zeros_like aten.ones_like aten.full_like
 """
+# one tensor, constant between jumps: no gradient
+STEPS = "aten.sign aten.floor aten.ceil aten.round aten.trunc"
+# only shape and dtype of the tensor count
+ALIKE = "aten.zeros_like aten.ones_like aten.full_like"
 # one tensor and a number, linear in the tensor
 LINEAR_SCALAR = "aten.mul.Scalar aten.div.Scalar"
 # two tensors, broadcast, not linear in either
 BINARY = """
-    aten.maximum aten.minimum aten.pow.Tensor_Tensor aten.atan2 aten.fmod.Tensor aten.remainder.Tensor aten.floor_divide.default
+    aten.maximum aten.minimum aten.atan2 aten.fmod.Tensor aten.remainder.Tensor aten.floor_divide.default
     aten.eq.Tensor aten.ne.Tensor aten.lt.Tensor aten.le.Tensor aten.gt.Tensor aten.ge.Tensor
     aten.logical_and aten.logical_or aten.logical_xor aten.bitwise_and.Tensor aten.bitwise_or.Tensor aten.bitwise_xor.Tensor
 """
 
 SELF_OTHER = "self: *, other: * -> *"
 
+
+def linear_where(context: Context, operand: str, condition: bool) -> Iterable[Rule]:
+    """Linear in one operand under a condition on the constants (what is filled in is 0, say)."""
+    position = context.position(operand)
+    if condition and position is not None and all(r.dtype in FLOATING for r in (context.operands[position], *context.node.outputs)):
+        yield Rule(tuple(PARTIAL if i == position else REPLICATED for i in range(len(context.operands))), (PARTIAL,))
+
+
+def prelu_signature(context: Context) -> str:
+    """One weight for all, or one per channel (dim 1)."""
+    rank = len(context.operands[0].shape)
+    if context.operands[1].shape == (1,) or rank < 2:
+        return "self: *, weight: W -> *"
+    dims = " ".join(["b", "c", *(f"d{i}" for i in range(2, rank))])
+    return f"self: {dims}, weight: c -> {dims}"
+
+
 op(LINEAR_UNARY, "self: * -> *", linear="self")
 op(UNARY, "self: * -> *")
+op(STEPS, "self: * -> *", extra=lambda c: [Rule((INVARIANT,), (REPLICATED,))] if c.operands[0].requires_grad else [])
+op(ALIKE, "self: * -> *", extra=lambda c: [Rule((PARTIAL,), (REPLICATED,))])
+op("aten.pow.Scalar", "exponent: * -> *")
+op("aten.pow.Tensor_Tensor", "self: *, exponent: * -> *")
 op(LINEAR_SCALAR, "self: * -> *", linear="self")
 op("aten.add.Tensor aten.sub.Tensor", SELF_OTHER, linear="self other")
 op("aten.mul.Tensor", SELF_OTHER, linear="self | other")
 op("aten.div.Tensor", SELF_OTHER, linear="self")
-op("aten.div.Tensor_mode", SELF_OTHER)
+op("aten.div.Tensor_mode", SELF_OTHER, extra=lambda c: linear_where(c, "self", c.call["rounding_mode"] is None))
 op(BINARY, SELF_OTHER)
-op("aten.prelu", "self: *, weight: W -> *")
+op("aten.prelu", prelu_signature)
 op("aten.clamp.Tensor", "self: *, min: *, max: * -> *")
 op("aten.where.self", "condition: *, self: *, other: * -> *", linear="self other")
-op("aten.where.ScalarSelf aten.where.ScalarOther aten.where.Scalar", "condition: *, self: *, other: * -> *")
-op("aten.masked_fill.Scalar", "self: *, mask: * -> *")
+op("aten.where.ScalarSelf", "condition: *, other: * -> *", extra=lambda c: linear_where(c, "other", c.call["self"] == 0))
+op("aten.where.ScalarOther", "condition: *, self: * -> *", extra=lambda c: linear_where(c, "self", c.call["other"] == 0))
+op("aten.where.Scalar", "condition: * -> *")
+op("aten.masked_fill.Scalar", "self: *, mask: * -> *", extra=lambda c: linear_where(c, "self", c.call["value"] == 0))
 op("aten.masked_fill.Tensor", "self: *, mask: *, value: -> *", linear="self value")
 op("aten.lerp.Scalar", "self: *, end: * -> *", linear="self end")
 op("aten.lerp.Tensor", "self: *, end: *, weight: * -> *", linear="self end")
@@ -51,15 +81,24 @@ op("aten.addcdiv", "self: *, tensor1: *, tensor2: * -> *", linear="self tensor1"
 
 
 # a cast between floating types is linear; to or from an integer it is not, and integers are never Partial
-op("aten.to.dtype aten.to.dtype_layout aten.to.device aten._to_copy aten.type_as aten.to.other aten.float aten.double aten.half", "self: * -> *", linear="self")
+op("aten.to.dtype aten.to.dtype_layout aten._to_copy", "self: * -> *", linear="self")
 
 
 def glu_signature(context: Context) -> str:
-    """Both halves of the split dim are needed together: that dim stays whole."""
+    """Both halves of the split dim are needed together: it is cut in each half alike (below) or whole."""
     rank = len(context.operands[0].shape)
     dim = context.call["dim"] % rank
     tokens = " ".join(f"D{i}" if i == dim else f"d{i}" for i in range(rank))
     return f"self: {tokens} -> {tokens}"
 
 
-op("aten.glu", glu_signature)
+def glu_rules(context: Context) -> Iterable[Rule]:
+    """The halved dim, cut in both halves alike."""
+    source, out = context.operands[0], context.node.outputs[0]
+    dim = context.call["dim"] % len(source.shape)
+    for outer in sorted({1} | set(context.outers([(out, dim)])) | {s // 2 for s in context.outers([(source, dim)]) if s % 2 == 0}):
+        if out.shape[dim] % outer == 0 and out.shape[dim] > outer:
+            yield Rule((Site(dim, 2 * outer),), (Site(dim, outer),), divides=True)
+
+
+op("aten.glu", glu_signature, extra=glu_rules)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 
 from hapx.ir import FLOATING, OpCall
 from hapx.plan import Axes
 from hapx.states import PARTIAL, REPLICATED
-from hapx.theory.registry import Context, LocalCall, OpEntry, Rule, Site, Slot, op, register
 from hapx.theory.ops.views import linear_rule
+from hapx.theory.registry import Context, LocalCall, OpEntry, Rule, Site, Slot, op, register
 
 
 def reduced_dims(context_call: OpCall, rank: int) -> tuple[int, ...]:
@@ -59,8 +59,23 @@ def mean_body(local: LocalCall) -> OpCall:
     )
 
 
-register(OpEntry(("aten.sum",), lambda c: reduction_rules(c, "", c.operands[0].dtype in FLOATING)))
-register(OpEntry(("aten.mean",), lambda c: reduction_rules(c, "mean", True), mean_body))
+def sum_rules(context: Context) -> Iterable[Rule]:
+    """Kept dims pass; a split reduced dim leaves Partial."""
+    return reduction_rules(context, "", context.operands[0].dtype in FLOATING)
+
+
+def mean_rules(context: Context) -> Iterable[Rule]:
+    """Kept dims pass; a split reduced dim leaves Partial: local sums over the global count."""
+    return reduction_rules(context, "mean", True)
+
+
+def reduced_whole(context: Context) -> Iterable[Rule]:
+    """Kept dims pass; reduced dims are whole."""
+    return reduction_rules(context, None, False)
+
+
+register(OpEntry(("aten.sum",), sum_rules, sum="reduced dims", linear="self"))
+register(OpEntry(("aten.mean",), mean_rules, mean_body, sum="reduced dims", linear="self", composites=("hapx.mean",)))
 register(
     OpEntry(
         (
@@ -68,12 +83,13 @@ register(
             "aten.var.correction", "aten.std.correction", "aten.var.dim", "aten.std.dim", "aten.any.dim", "aten.all.dim", "aten.norm.ScalarOpt_dim",
             "aten.linalg_vector_norm", "aten.max.default", "aten.min.default",
         ),
-        lambda c: reduction_rules(c, None, False),
+        reduced_whole,
     )
 )  # fmt: skip
 
 
 def softmax_signature(context: Context) -> str:
+    """All dims but the one of the softmax."""
     rank = len(context.operands[0].shape)
     dim = context.call["dim"] % rank
     tokens = " ".join(f"D{i}" if i == dim else f"d{i}" for i in range(rank))
@@ -88,6 +104,7 @@ def _normalized(context: Context) -> str:
 
 
 def norm_signature(context: Context) -> str:
+    """Leading dims; the normalised ones are whole."""
     dims = _normalized(context)
     return f"input: * {dims}, weight: {dims}, bias: {dims} -> * {dims}"
 
@@ -106,7 +123,15 @@ def layer_norm_linear(context: Context) -> Iterable[Rule]:
 
 
 op("aten.layer_norm", norm_signature, extra=layer_norm_linear)
-op("aten.rms_norm", lambda c: f"input: * {_normalized(c)}, weight: {_normalized(c)} -> * {_normalized(c)}", linear="weight")
+
+
+def rms_norm_signature(context: Context) -> str:
+    """Leading dims; the normalised ones are whole."""
+    dims = _normalized(context)
+    return f"input: * {dims}, weight: {dims} -> * {dims}"
+
+
+op("aten.rms_norm", rms_norm_signature, linear="weight")
 
 
 # --- batch norm: statistics over the whole batch ---------------------------------------------------------------------------
@@ -116,15 +141,29 @@ def batch_norm_rules(context: Context) -> Iterable[Rule]:
     """Channels split everything alike. A split batch or spatial dim needs global statistics when training."""
     source, out = context.operands[0], context.node.outputs[0]
     rank = len(source.shape)
+    training = bool(context.call["training"])
+    has_statistics = context.call["running_mean"] is not None
     for outer in context.outers([(r, 1 if len(r.shape) == rank else 0) for r in (*context.operands, out)]):
-        if source.shape[1] > outer and source.shape[1] % outer == 0:
+        # running statistics are updated in place, and a slice of a buffer is a copy
+        if source.shape[1] > outer and source.shape[1] % outer == 0 and not (training and has_statistics):
             yield Rule(tuple(Site(1 if len(r.shape) == rank else 0, outer) for r in context.operands), (Site(1, outer),), divides=True)
-    variant = "batch" if context.call["training"] or context.call["running_mean"] is None else ""
+    variant = "batch" if training or not has_statistics else ""
     for d in range(rank):
         if d != 1:
             for outer in context.outers([(source, d), (out, d)]):
                 if source.shape[d] > outer and source.shape[d] % outer == 0:
                     yield Rule((Site(d, outer), *(REPLICATED for _ in context.operands[1:])), (Site(d, outer),), variant, divides=True)
+
+
+def batch_norm_linear(context: Context) -> Iterable[Rule]:
+    """h w + b is linear in (w, b); with fixed statistics, (x - mean) / sigma w + b is so in (x, mean, b)."""
+    groups: list[tuple[str, ...]] = [("weight", "bias")]
+    if not context.call["training"] and context.call["running_mean"] is not None:
+        groups.append(("input", "running_mean", "bias"))
+    for group in groups:
+        positions = {p for n in group if (p := context.position(n)) is not None}
+        if context.position(group[0]) is not None:
+            yield Rule(tuple(PARTIAL if i in positions else REPLICATED for i in range(len(context.operands))), (PARTIAL,))
 
 
 def batch_norm_body(local: LocalCall) -> OpCall | None:
@@ -135,16 +174,30 @@ def batch_norm_body(local: LocalCall) -> OpCall | None:
     return OpCall("hapx.batch_norm", (*args, ("batch", Axes(axes))))
 
 
-register(OpEntry(("aten.batch_norm",), batch_norm_rules, batch_norm_body))
+def batch_norm_all(context: Context) -> Iterable[Rule]:
+    """Channels, unless statistics are updated; samples and spatial dims with statistics over all devices."""
+    return (*batch_norm_rules(context), *batch_norm_linear(context))
+
+
+register(
+    OpEntry(("aten.batch_norm",), batch_norm_all, batch_norm_body, linear="weight bias | input running_mean bias", composites=("hapx.batch_norm",))
+)
 
 # --- pooling -----------------------------------------------------------------------------------------------------------------
 
-op(
-    "aten.max_pool1d aten.avg_pool1d aten.adaptive_avg_pool1d aten.adaptive_max_pool1d",
-    lambda c: "self: b c W -> b c W" if len(c.operands[0].shape) == 3 else "self: c W -> c W",
-)
-op(
-    "aten.max_pool2d aten.avg_pool2d aten.adaptive_avg_pool2d aten.adaptive_max_pool2d",
-    lambda c: "self: b c H W -> b c H W" if len(c.operands[0].shape) == 4 else "self: c H W -> c H W",
-)
 
+def pool_signature(spatial: str) -> Callable[[Context], str]:
+    """Samples and channels apart; windows need their dims whole. The batch may be missing."""
+
+    def signature(context: Context) -> str:
+        """Samples and channels."""
+        batch = "b " if len(context.operands[0].shape) == len(spatial.split()) + 2 else ""
+        return f"self: {batch}c {spatial} -> {batch}c {spatial}"
+
+    return signature
+
+
+op("aten.max_pool1d aten.adaptive_max_pool1d", pool_signature("W"))
+op("aten.max_pool2d aten.adaptive_max_pool2d", pool_signature("H W"))
+op("aten.avg_pool1d aten.adaptive_avg_pool1d", pool_signature("W"), linear="self")
+op("aten.avg_pool2d aten.adaptive_avg_pool2d", pool_signature("H W"), linear="self")

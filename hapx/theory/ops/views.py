@@ -58,6 +58,7 @@ def _move(site: Site, dims: list[int], shape: tuple[int, ...], others: list[int]
 
 
 def reshape_rules(context: Context) -> Iterable[Rule]:
+    """Every factor of a dim that is a factor of a dim on the other side, blocks included."""
     source, target = context.operands[0], context.node.outputs[0]
     if 0 in source.shape:
         return
@@ -74,8 +75,8 @@ def reshape_rules(context: Context) -> Iterable[Rule]:
     yield from linear_rule(context)
 
 
-register(OpEntry(("aten.view.default", "aten._unsafe_view"), reshape_rules, local_shape("size")))
-register(OpEntry(("aten.reshape",), reshape_rules, local_shape("shape")))
+register(OpEntry(("aten.view.default", "aten._unsafe_view"), reshape_rules, local_shape("size"), linear="self"))
+register(OpEntry(("aten.reshape",), reshape_rules, local_shape("shape"), linear="self"))
 
 
 def as_view(local: LocalCall) -> OpCall:
@@ -83,7 +84,9 @@ def as_view(local: LocalCall) -> OpCall:
     return OpCall("aten.reshape.default", (("self", local.node.call["self"]), ("shape", LocalShape(local.node.outputs[0].shape, local.post[0]))))
 
 
-register(OpEntry(("aten.flatten.using_ints", "aten.unflatten.int", "aten.squeeze", "aten.unsqueeze", "aten.ravel", "aten.view_as"), reshape_rules, as_view))
+register(
+    OpEntry(("aten.flatten.using_ints", "aten.unflatten.int", "aten.squeeze", "aten.unsqueeze", "aten.ravel"), reshape_rules, as_view, linear="self")
+)
 
 
 # --- permutations -------------------------------------------------------------------------------------------------------
@@ -93,6 +96,7 @@ def mapped(mapping: Callable[[Context], dict[int, int]]) -> Callable[[Context], 
     """Rules of an operator with one tensor operand whose dims keep their elements: {dim of the operand: dim of every output}."""
 
     def rules(context: Context) -> Iterable[Rule]:
+        """All dims that keep their elements."""
         source = context.operands[0]
         for dim, image in mapping(context).items():
             for outer in context.outers([(source, dim), *((o, image) for o in context.node.outputs)]):
@@ -105,7 +109,8 @@ def mapped(mapping: Callable[[Context], dict[int, int]]) -> Callable[[Context], 
 
 def _transpose(context: Context) -> dict[int, int]:
     rank = len(context.operands[0].shape)
-    a, b = context.call["dim0"] % rank, context.call["dim1"] % rank
+    first, second = ("dim0", "dim1") if "dim0" in dict(context.call.args) else ("axis0", "axis1")
+    a, b = context.call[first] % rank, context.call[second] % rank
     return {d: {a: b, b: a}.get(d, d) for d in range(rank)}
 
 
@@ -117,6 +122,19 @@ def _permute(context: Context) -> dict[int, int]:
 def _reverse(context: Context) -> dict[int, int]:
     rank = len(context.operands[0].shape)
     return {d: rank - 1 - d for d in range(rank)}
+
+
+def _matrix_transpose(context: Context) -> dict[int, int]:
+    rank = len(context.operands[0].shape)
+    return {d: {rank - 1: rank - 2, rank - 2: rank - 1}.get(d, d) for d in range(rank)}
+
+
+def _movedim(context: Context) -> dict[int, int]:
+    rank = len(context.operands[0].shape)
+    source, destination = ((v if isinstance(v, tuple) else (v,)) for v in (context.call["source"], context.call["destination"]))
+    placed = {d % rank: s % rank for s, d in zip(source, destination, strict=True)}
+    rest = iter(d for d in range(rank) if d not in placed.values())
+    return {(placed[i] if i in placed else next(rest)): i for i in range(rank)}
 
 
 def _except_dim(context: Context) -> dict[int, int]:
@@ -134,19 +152,23 @@ def _select(context: Context) -> dict[int, int]:
 def _except_dims(context: Context) -> dict[int, int]:
     rank = len(context.operands[0].shape)
     gone = {d % rank for d in context.call["dims"]}
+    if not gone and context.call.op == "aten.roll":  # without dims it rolls the flattened tensor
+        return {}
     return {d: d for d in range(rank) if d not in gone}
 
 
 for targets, mapping in (
     ("aten.transpose.int aten.swapaxes", _transpose),
     ("aten.permute", _permute),
-    ("aten.t aten.numpy_T aten.mT", _reverse),
+    ("aten.movedim", _movedim),
+    ("aten.t aten.numpy_T.default", _reverse),
+    ("aten.mT.default", _matrix_transpose),
     ("aten.select.int aten.unbind", _select),
-    ("aten.narrow", _except_dim),
+    ("aten.narrow.default", _except_dim),
     ("aten.cumsum", _except_dim),
     ("aten.flip aten.roll", _except_dims),
 ):
-    register(OpEntry(tuple(targets.split()), mapped(mapping)))
+    register(OpEntry(tuple(targets.split()), mapped(mapping), linear="self"))
 
 
 # --- slices, splits, concatenation ----------------------------------------------------------------------------------------
@@ -164,7 +186,7 @@ def slice_body(local: LocalCall) -> OpCall:
     return local.node.call
 
 
-register(OpEntry(("aten.slice.Tensor",), slice_rules, slice_body))
+register(OpEntry(("aten.slice.Tensor",), slice_rules, slice_body, linear="self"))
 
 
 def _equal_parts(context: Context) -> bool:
@@ -177,7 +199,7 @@ def split_rules(context: Context) -> Iterable[Rule]:
     dim = context.call["dim"] % len(source.shape)
     if _equal_parts(context):
         n = len(outputs)
-        known = {o for o in context.outers([(r, dim) for r in outputs])} | {s // n for s in context.outers([(source, dim)]) if s % n == 0}
+        known = set(context.outers([(r, dim) for r in outputs])) | {s // n for s in context.outers([(source, dim)]) if s % n == 0}
         for outer in sorted(known):
             if outputs[0].shape[dim] > outer and outputs[0].shape[dim] % outer == 0:
                 yield Rule((Site(dim, n * outer),), (Site(dim, outer),) * n, divides=True)
@@ -193,10 +215,18 @@ def split_body(local: LocalCall) -> OpCall:
     return OpCall("aten.tensor_split.sections", (("self", call["self"]), ("sections", len(local.node.outputs)), ("dim", dim)))
 
 
-register(OpEntry(("aten.split.Tensor", "aten.chunk", "aten.split_with_sizes", "aten.split.sizes", "aten.tensor_split.sections"), split_rules, split_body))
+register(
+    OpEntry(
+        ("aten.split.Tensor", "aten.chunk", "aten.split_with_sizes", "aten.split.sizes", "aten.tensor_split.sections"),
+        split_rules,
+        split_body,
+        linear="self",
+    )
+)
 
 
 def cat_rules(context: Context) -> Iterable[Rule]:
+    """Other dims pass; the joined dim is cut in each of n equal operands alike."""
     out = context.node.outputs[0]
     rank = len(out.shape)
     dim = context.call["dim"] % rank
@@ -216,10 +246,11 @@ def cat_rules(context: Context) -> Iterable[Rule]:
     yield from linear_rule(context)
 
 
-register(OpEntry(("aten.cat", "aten.concat"), cat_rules))
+register(OpEntry(("aten.cat", "aten.concat"), cat_rules, linear="tensors"))
 
 
 def stack_rules(context: Context) -> Iterable[Rule]:
+    """All dims of the operands."""
     rank = len(context.node.outputs[0].shape)
     new = context.call["dim"] % rank
     for d in range(rank - 1):
@@ -231,7 +262,7 @@ def stack_rules(context: Context) -> Iterable[Rule]:
     yield from linear_rule(context)
 
 
-register(OpEntry(("aten.stack",), stack_rules))
+register(OpEntry(("aten.stack",), stack_rules, linear="tensors"))
 
 
 # --- expansion -----------------------------------------------------------------------------------------------------------
@@ -250,35 +281,33 @@ def expand_rules(context: Context) -> Iterable[Rule]:
     yield from linear_rule(context)
 
 
-register(OpEntry(("aten.expand",), expand_rules, local_shape("size")))
+register(OpEntry(("aten.expand",), expand_rules, local_shape("size"), linear="self"))
 
 
 # --- creation --------------------------------------------------------------------------------------------------------------
 
 
 def nothing(context: Context) -> Iterable[Rule]:
-    """Made whole on every device (slicing is free)."""
+    """Nothing: made whole on every device (slicing is free)."""
     return ()
 
 
-CREATION = """aten.arange.default aten.arange.start aten.arange.start_step aten.zeros aten.ones aten.full aten.empty.memory_format aten.eye
-    aten.scalar_tensor aten.linspace aten.zeros.default aten.ones.default aten.full.default"""
-register(OpEntry(tuple(dict.fromkeys(CREATION.split())), nothing, reason="made whole on every device; slicing is free"))
+CREATION = """aten.arange.default aten.arange.start aten.arange.start_step aten.zeros.default aten.ones.default aten.full.default
+    aten.empty.memory_format aten.eye aten.scalar_tensor aten.linspace.default"""
+register(OpEntry(tuple(CREATION.split()), nothing, reason="made whole on every device; slicing is free"))
 
 
 def new_rules(context: Context) -> Iterable[Rule]:
-    """new_zeros and the like take only dtype and device from their operand."""
+    """new_zeros and the like take only dtype and device from their operand, whatever its state."""
     out = context.node.outputs[0]
+    yield Rule((PARTIAL,), (REPLICATED,))
     for d, size in enumerate(out.shape):
         if size > 1:
             yield Rule((REPLICATED,), (Site(d),), divides=True)
+            yield Rule((PARTIAL,), (Site(d),), divides=True)
 
 
 register(OpEntry(("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty"), new_rules, local_shape("size")))
 
 
-def triangle_signature(context: Context) -> str:
-    return "self: * R C -> * R C"
-
-
-op("aten.tril aten.triu", triangle_signature, linear="self")
+op("aten.tril aten.triu", "self: * R C -> * R C", linear="self")

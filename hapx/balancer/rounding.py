@@ -1,0 +1,101 @@
+"""Ratios to integer lengths, one vector per cut.
+
+In: ratios per device along the uneven axis, the cuts in use, what lengths cost. Out: per cut, lengths in units (grains) that sum to its units.
+
+Largest remainder first: every device gets the floor of its share, the units left go to the largest remainders, so no length is a whole unit away
+from its share. A cut of few units is then improved by moving single units between kinds of devices as long as that makes the program cheaper: with
+12 heads on 8 devices, what the linear program hides in fractions is a good part of the time.
+
+Invariant: lengths are whole, not negative, and sum to the units; equal cuts have equal lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from hapx.states import Cut, Row
+
+Lengths = dict[Cut, tuple[int, ...]]
+FEW_UNITS = 256
+MAX_MOVES = 64
+
+
+def per_device(shares: Sequence[float], kinds: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Shares per kind as shares per coordinate."""
+    result = [0.0] * sum(map(len, kinds))
+    for share, coordinates in zip(shares, kinds, strict=True):
+        for c in coordinates:
+            result[c] = float(share)
+    return tuple(result)
+
+
+def deal(units: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """`units` dealt out in proportion to shares, by largest remainder (the first of equal ones)."""
+    total = float(sum(shares))
+    assert total > 0 and all(s >= 0 for s in shares), f"shares {shares} cannot deal out anything"
+    exact = [units * s / total for s in shares]
+    lengths = [int(np.floor(x + 1e-9)) for x in exact]
+    order = sorted(range(len(shares)), key=lambda i: (lengths[i] - exact[i], i))
+    for i in order[: units - sum(lengths)]:
+        lengths[i] += 1
+    return tuple(lengths)
+
+
+def round_ratios(ratios: Mapping[Row, Sequence[float]], cuts: Iterable[Cut]) -> Lengths:
+    """Lengths of every cut by largest remainder; `ratios` are per coordinate."""
+    return {cut: deal(cut.units, ratios[cut.row]) for cut in cuts}
+
+
+def improve(lengths: Mapping[Cut, tuple[int, ...]], kinds: Sequence[Sequence[int]], cost: Callable[[Lengths], float], movable: Iterable[Cut]) -> Lengths:
+    """Moves single units of small cuts from one kind to another while that lowers `cost` (inf: does not fit).
+
+    Within a kind only the largest length counts, so a unit leaves a device with the most and goes to one with the fewest."""
+    best = dict(lengths)
+    value = cost(best)
+    small = [c for c in movable if c.units <= FEW_UNITS]
+    for _ in range(MAX_MOVES):
+        trials = [trial for cut in small for trial in _neighbours(best, cut, kinds)]
+        costs = [cost(t) for t in trials]
+        if not costs or min(costs) >= value * (1 - 1e-9):
+            break
+        value = min(costs)
+        best = trials[costs.index(value)]
+    return best
+
+
+def _neighbours(lengths: Lengths, cut: Cut, kinds: Sequence[Sequence[int]]) -> Iterable[Lengths]:
+    """The lengths with the maximum of one kind one lower and the units that this frees given to one other kind."""
+    own = lengths[cut]
+    for giver in kinds:
+        top = max(own[c] for c in giver)
+        full = [c for c in giver if own[c] == top]
+        # a kind is as slow as its fullest device: all of the fullest give a unit, or nothing is gained
+        if top == 0:
+            continue
+        for taker in kinds:
+            if taker is giver and len(full) == len(giver):
+                continue
+            changed = list(own)
+            for c in full:
+                changed[c] -= 1
+            for _ in full:
+                fewest = min((c for c in taker if taker is not giver or c not in full), key=lambda c: changed[c])
+                changed[fewest] += 1
+            if tuple(changed) != own:
+                yield {**lengths, cut: tuple(changed)}
+
+
+def fit(lengths: Mapping[Cut, tuple[int, ...]], kinds: Sequence[Sequence[int]], excess: Callable[[Lengths], float], movable: Iterable[Cut]) -> Lengths:
+    """Moves units until memory fits: `excess` is by how much the fullest kind exceeds its limit, relative (<= 0: fits). Returns the best found."""
+    best, cuts = dict(lengths), list(movable)
+    value = excess(best)
+    while value > 0:
+        trials = [t for cut in cuts for t in _neighbours(best, cut, kinds)]
+        values = [excess(t) for t in trials]
+        if not values or min(values) >= value - 1e-15:
+            break
+        value = min(values)
+        best = trials[values.index(value)]
+    return best

@@ -1,0 +1,137 @@
+"""Program -> Plan: a candidate of the planner as data that the runtime, the report and the verifier read.
+
+In: a program, its lengths and costs. Out: a Plan of one stage, or a plan with one more program. Invariant: memory and shares are those of the exact
+integer lengths of every single device, not of device kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hapx.cluster.spec import ClusterSpec
+from hapx.cost.model import CostModel
+from hapx.cost.terms import Vector
+from hapx.ir import Graph, Kind, OpCall
+from hapx.layout import Lengths, local_shape
+from hapx.plan import VERSION, Copy, Mesh, Plan, Program, ProgramKey, Stage, Storage
+from hapx.restriction import Restriction
+from hapx.states import Cut, Placement, Row, Sharded
+from hapx.theory.triple import Theory
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program with integer lengths. cost: seconds by the additive cost model; time: by the simulator, once it is ranked."""
+
+    theory: Theory
+    costs: CostModel
+    program: Program
+    storage_of: Mapping[str, Placement]
+    lengths: Lengths
+    shares: Mapping[Row, tuple[float, ...]]
+    cost: float
+    time: float
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.theory.mesh
+
+
+def lower(
+    best: Candidate, graph: Graph, key: ProgramKey, cluster: ClusterSpec, rule: Restriction, precision: str, optimizer: str, statistics: Mapping[str, Any]
+) -> Plan:
+    """The plan of a candidate."""
+    exact = best.costs.at_lengths(best.lengths)
+    lengths = _used(best)
+    rows = {cut.row for cut in lengths}
+    shares = {row: own for row, own in best.shares.items() if row in rows or row.kind == "compute"}
+    stage = Stage(best.mesh.devices, (0, len(graph.nodes)), best.mesh, shares, {key: lengths}, {key: best.program})
+    return Plan(
+        VERSION, {key: graph}, cluster, rule, storage(graph, best.storage_of), (stage,), (), None, best.time, memory(best, exact), work_shares(best, exact),
+        precision, optimizer, {**statistics, "cost": best.cost, "mesh": best.mesh.name},
+    )  # fmt: skip
+
+
+def extended(plan: Plan, best: Candidate, graph: Graph, key: ProgramKey, statistics: Mapping[str, Any]) -> Plan:
+    """The plan with one more program on its stage."""
+    stage = plan.stages[0]
+    longer = replace(stage, lengths={**stage.lengths, key: _used(best)}, programs={**stage.programs, key: best.program})
+    known = {s.name for s in plan.storage}
+    more = tuple(s for s in storage(graph, best.storage_of) if s.name not in known)
+    counted = {**plan.statistics, "programs": (*plan.statistics.get("programs", ()), {**statistics, "iteration_time": best.time})}
+    return replace(plan, graphs={**plan.graphs, key: graph}, storage=plan.storage + more, stages=(longer,), statistics=counted)
+
+
+def storage(graph: Graph, placements: Mapping[str, Placement]) -> tuple[Storage, ...]:
+    """How each parameter and buffer is kept, in the graph's order."""
+    aliases = {group[0]: group[1:] for group in graph.tied}
+    refs = [r for r in graph.refs.values() if r.kind in (Kind.PARAMETER, Kind.BUFFER)]
+    return tuple(Storage(r.name, tuple(aliases.get(r.name, ())), (Copy(0, placements[r.name]),)) for r in refs)
+
+
+def _used(best: Candidate) -> dict[Cut, tuple[int, ...]]:
+    """Lengths of the uneven cuts that the program or its storage mentions."""
+    found = {c for p in _placements(best) for s in p.states if isinstance(s, Sharded) and (c := s.cut) in best.lengths}
+    return {cut: own for cut, own in best.lengths.items() if cut in found}
+
+
+def _placements(best: Candidate) -> Iterable[Placement]:
+    for instruction in best.program.instructions:
+        for p in (*instruction.triple.pre, *instruction.triple.post):
+            yield p.placement
+    yield from best.storage_of.values()
+
+
+def memory(best: Candidate, exact: CostModel) -> tuple[int, ...]:
+    """Predicted peak bytes of every device of the cluster, by number."""
+    refs = best.theory.graph.refs
+    terms = [exact.storage(refs[name], placement) for name, placement in best.storage_of.items()]
+    for instruction in best.program.instructions:
+        triple = instruction.triple
+        if isinstance(triple.body, OpCall):
+            step = exact.instruction(triple)
+        else:
+            step = exact.conversion(refs[triple.post[0].tensor], triple.body, triple.post[0].placement)
+        if step.memory is not None:
+            terms.append(step.memory)
+    total = np.sum([t.at({}) for t in terms], axis=0) if terms else np.zeros(len(exact.kinds))
+    return tuple(round(x) for x in _per_device(best.mesh, exact, total))
+
+
+def work_shares(best: Candidate, exact: CostModel) -> tuple[float, ...]:
+    """Share of the batch per device; where the program does not split the batch, the share of the divided work."""
+    return _batch_shares(best) or _divided_work(best, exact)
+
+
+def _batch_shares(best: Candidate) -> tuple[float, ...] | None:
+    """Shares of the first input that is split along its batch; devices that hold the same part share it."""
+    graph, mesh, batch = best.theory.graph, best.mesh, best.theory.batch
+    for instruction in best.program.instructions:
+        for p in instruction.triple.pre:
+            ref = graph.refs[p.tensor]
+            if ref.kind is Kind.INPUT and any(isinstance(s, Sharded) and (p.tensor, s) in batch for s in p.placement.states):
+                split = [s.dim for s in p.placement.states if isinstance(s, Sharded) and (p.tensor, s) in batch][0]
+                own = [local_shape(ref.shape, p.placement, mesh.sizes, best.lengths, mesh.coordinates(d))[split] for d in range(len(mesh.devices))]
+                return tuple(n / sum(own) for n in own)
+    return None
+
+
+def _divided_work(best: Candidate, exact: CostModel) -> tuple[float, ...]:
+    """Forward seconds x speed of the instructions whose work is divided among devices (of all instructions if none is)."""
+    triples = [i.triple for i in best.program.instructions if isinstance(i.triple.body, OpCall)]
+    divided = [t for t in triples if any(c is not None for c in t.work)] or triples
+    terms = [f for t in divided if (f := exact.instruction(t).forward) is not None]
+    seconds: Vector = np.sum([f.at({}) for f in terms], axis=0) if terms else np.ones(len(exact.kinds))
+    own = _per_device(best.mesh, exact, seconds * np.asarray(exact.speeds))
+    return tuple(x / sum(own) for x in own)
+
+
+def _per_device(mesh: Mesh, exact: CostModel, values: Vector) -> list[float]:
+    """Values per kind (coordinates of the uneven axis) as values per device of the cluster."""
+    axis = mesh.uneven
+    kind_of = {c: k for k, kind in enumerate(exact.kinds) for c in kind}
+    return [float(values[kind_of[mesh.coordinates(d)[axis]] if axis is not None else 0]) for d in sorted(mesh.devices)]

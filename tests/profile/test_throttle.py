@@ -1,0 +1,131 @@
+"""Throttling: the debt, with clocks of our own, and communicators that pay before they wait."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from hapx.collectives.threads import run_threads
+from hapx.errors import HapError
+from hapx.plan import Form
+from hapx.profile.throttle import Throttle, ThrottledCommunicator
+
+
+class Clocks:
+    """Time that passes when told. Sleeping passes wall time only."""
+
+    def __init__(self) -> None:
+        self.cpu, self.wall, self.slept = 0.0, 0.0, 0.0
+
+    def work(self, seconds: float, waiting: float = 0.0) -> None:
+        self.cpu += seconds
+        self.wall += seconds + waiting
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.wall += seconds
+        self.slept += seconds
+
+    def throttle(self, speed: float) -> Throttle:
+        return Throttle(speed, cpu=lambda: self.cpu, wall=lambda: self.wall, sleep=self.sleep)
+
+
+def test_work_takes_as_long_as_on_the_slow_core() -> None:
+    clocks = Clocks()
+    throttle = clocks.throttle(0.25)
+    for burst in (1.0, 0.001, 3.0):
+        before = clocks.wall
+        clocks.work(burst)
+        throttle.pay()
+        assert clocks.wall - before == pytest.approx(4 * burst)
+
+
+def test_time_without_a_core_counts_towards_the_debt_but_is_never_given_back() -> None:
+    clocks = Clocks()
+    throttle = clocks.throttle(0.5)
+    clocks.work(1.0, waiting=0.5)  # another process had the core for half a second
+    throttle.pay()
+    assert clocks.wall == pytest.approx(2.0)
+    clocks.work(1.0, waiting=5.0)
+    throttle.pay()
+    assert clocks.wall == pytest.approx(8.0)
+    clocks.work(1.0)
+    throttle.pay()
+    assert clocks.wall == pytest.approx(10.0)
+
+
+def test_communication_is_not_slowed() -> None:
+    clocks = Clocks()
+    throttle = clocks.throttle(0.5)
+    clocks.work(1.0)
+    with throttle.outside():
+        assert clocks.wall == pytest.approx(2.0)  # paid before
+        clocks.work(0.25, waiting=3.0)
+    throttle.pay()
+    assert clocks.slept == pytest.approx(1.0)
+
+
+def test_full_speed_never_sleeps() -> None:
+    clocks = Clocks()
+    throttle = clocks.throttle(1.0)
+    clocks.cpu += 5.0
+    throttle.pay()
+    assert clocks.slept == 0.0
+
+
+def test_the_clock_counts_seconds_of_the_slow_core() -> None:
+    clocks = Clocks()
+    throttle = clocks.throttle(0.1)
+    before = throttle.clock()
+    clocks.work(0.5)
+    assert throttle.clock() - before == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, 1.5])
+def test_impossible_speeds(speed: float) -> None:
+    with pytest.raises(HapError, match="above 0 and at most 1"):
+        Throttle(speed)
+
+
+def test_a_throttled_communicator_computes_the_same_and_pays_before_every_call() -> None:
+    def every_call(comm: object) -> tuple[list[torch.Tensor], int]:
+        t = torch.arange(4.0)
+        own = torch.arange(4.0).reshape(2, 2)
+        return [
+            comm.all_reduce(t), comm.all_reduce(t, "max"), comm.all_gather(own, [2, 2], Form.GROUPED), comm.reduce_scatter(t, [1, 3]),
+            comm.all_to_all(t, [2, 2], [2, 2]), comm.broadcast(t, 1), comm.all_reduce_async(t.clone()).wait(),
+        ]  # fmt: skip
+
+    def slowed(comm: object) -> tuple[list[torch.Tensor], int]:
+        clocks = Clocks()
+        throttle = clocks.throttle(0.5)
+        wrapped = ThrottledCommunicator(comm, throttle)
+        paid = 0
+        pay = throttle.pay
+
+        def counted() -> None:
+            nonlocal paid
+            paid += 1
+            pay()
+
+        throttle.pay = counted  # type: ignore[method-assign]
+        assert (wrapped.rank, wrapped.size) == (comm.rank, comm.size)
+        results = every_call(wrapped)
+        wrapped.barrier()
+        return results, paid
+
+    plain, throttled = run_threads(2, every_call), run_threads(2, slowed)
+    for expected, (got, paid) in zip(plain, throttled, strict=True):
+        assert paid == 9  # 8 calls, and the wait of the asynchronous one
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_a_real_burst_takes_its_time() -> None:
+    throttle = Throttle(0.5)
+    began, cpu = time.perf_counter(), time.thread_time()
+    while time.thread_time() - cpu < 0.05:
+        pass
+    throttle.pay()
+    assert time.perf_counter() - began >= 0.0999

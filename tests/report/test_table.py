@@ -1,0 +1,134 @@
+"""What people see of a plan: snapshots of whole tables, from plans written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from hapx.plan import Plan
+from hapx.report.compare import compare_table
+from hapx.report.layers import Layer, collapse, layers
+from hapx.report.table import batch_sizes, plan_table
+from hapx.report.words import lengths_text, ranges_text, size_text, time_text
+from hapx.restriction import BASELINES
+from support.plans import flat, mlp_batch_split, mlp_tensor_parallel, place, sharded
+
+MODULES = ("blocks.0", "", "blocks.1", "")
+
+
+def readable(plan: Plan, memory: Sequence[int] | None = None) -> Plan:
+    """The plan with module paths, as captured graphs have them."""
+    graph = plan.graphs[plan.first]
+    nodes = tuple(replace(n, module=m) for n, m in zip(graph.nodes, MODULES, strict=True))
+    return replace(plan, graphs={plan.first: replace(graph, nodes=nodes)}, memory=tuple(memory or plan.memory))
+
+
+def test_data_parallel_with_an_even_split_for_comparison() -> None:
+    plan = readable(mlp_batch_split((64, 256, 10), (4, 2, 1, 1)), [2**30, 2**29, 2**28, 2**28])
+    even = replace(readable(mlp_batch_split((64, 256, 10), (2, 2, 2, 2))), restriction=BASELINES["dp-even"], iteration_time=2.0)
+    head, *rest = plan_table(plan, even).split("\n\n")
+    assert head == "plan for by-hand: 4 devices, strategy auto, float64, adamw"
+    assert rest[0] == (
+        "device   machine   type          share    batch   memory\n"
+        "----------------------------------------------------------------------------\n"
+        "0        m0        thing        50.0 %        4   1 GiB of 4 GiB (25%)\n"
+        "1        m0        thing        25.0 %        2   512 MiB of 4 GiB (12%)\n"
+        "2-3      m0        thing   12.5 % each   1 each   256 MiB of 4 GiB (6%) each"
+    )
+    assert rest[1] == (
+        "layer      weights   activations           communication per iteration\n"
+        "----------------------------------------------------------------------------------\n"
+        "blocks.0   whole     batch split 4:2:1:1   gradients: all-reduce 130 KiB backward\n"
+        "(model)    -         batch split 4:2:1:1   loss: all-reduce 8 B forward\n"
+        "blocks.1   whole     batch split 4:2:1:1   gradients: all-reduce 20.1 KiB backward"
+    )
+    times = rest[2].splitlines()
+    assert times[0].startswith("predicted iteration: ")
+    assert " = compute " in times[0]
+    assert "gradient synchronisation" in times[0]
+    assert times[1].startswith("            dp-even: ")
+    assert times[2] == "this plan is 2.00x as fast as dp-even"
+
+
+def test_tensor_parallel() -> None:
+    plan = readable(mlp_tensor_parallel((64, 256, 10), (128, 64, 32, 32), 8))
+    _, devices, table, _ = plan_table(plan).split("\n\n")
+    assert devices.splitlines()[2].split() == ["0-3", "m0", "thing", "25.0", "%", "each", "all", "0", "B", "of", "4", "GiB", "(0%)", "each"]
+    assert table == (
+        "layer      weights                             activations                   communication per iteration\n"
+        "------------------------------------------------------------------------------------------------------------------\n"
+        "blocks.0   outputs split 128:64:32:32          features split 128:64:32:32   -\n"
+        "(model)    -                                   features split 128:64:32:32   activations: all-reduce 640 B forward\n"
+        "blocks.1   weight: inputs split 128:64:32:32   partial sums                  -\n"
+        "           bias: whole, added on one device"
+    )
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_stored_in_shards(free: bool) -> None:
+    stored = {"layers.0.weight": place(sharded(flat(2), 0, 256))}
+    plan = readable(mlp_batch_split((64, 256, 10), (6, 2), stored=stored, free=free))
+    first, *_ = layers(plan)
+    assert first.weights == ("weight: stored outputs split 192:64, used whole", "bias: whole")
+    backward = "all-gather and reduce-scatter 256 KiB" if free else "reduce-scatter 128 KiB"
+    assert first.communication == (f"weights: all-gather 128 KiB forward, {backward} backward", "gradients: all-reduce 2 KiB backward")
+
+
+def test_the_text_is_ascii_and_not_wider_than_120_columns() -> None:
+    for plan in (mlp_batch_split((64, 256, 10), (4, 2, 1, 1)), mlp_tensor_parallel((64, 256, 10), (128, 64, 32, 32), 8)):
+        text = plan_table(readable(plan))
+        assert text.isascii()
+        assert max(map(len, text.splitlines())) <= 120
+        assert str(readable(plan)) == text
+
+
+def test_batch_sizes() -> None:
+    assert batch_sizes(readable(mlp_batch_split((4, 6, 2), (5, 0, 3)))) == (5, 0, 3)
+    assert batch_sizes(readable(mlp_tensor_parallel((4, 6, 2), (4, 2), 8))) is None
+
+
+def test_compare() -> None:
+    fast, slow = (replace(readable(mlp_batch_split((64, 256, 10), n)), iteration_time=t) for n, t in (((4, 2, 1, 1), 0.5), ((2, 2, 2, 2), 2.0)))
+    lines = compare_table({"a.json": fast, "b.json": replace(slow, restriction=BASELINES["dp-even"])}).splitlines()
+    assert lines[0].split() == ["plan", "strategy", "mesh", "iteration", "compute", "communication", "sync", "speedup", "memory", "shares"]
+    assert lines[2].split()[:5] == ["a.json", "auto", "flat", "500", "ms"]
+    assert "4.00x" in lines[2]
+    assert "12.5 % to 50.0 %" in lines[2]
+    assert "1.00x" in lines[3]
+    assert "25.0 % each" in lines[3]
+    assert "note: these plans" not in lines[-1]
+
+
+def test_compare_says_when_plans_are_of_different_models() -> None:
+    text = compare_table({"a": readable(mlp_batch_split((4, 6, 2), (1, 1))), "b": readable(mlp_tensor_parallel((4, 6, 2), (4, 2), 8))})
+    assert "note: these plans are not of one model on one cluster" in text
+
+
+def row(module: str, phrase: str = "whole") -> Layer:
+    return Layer(module, (phrase,), (), ())
+
+
+def test_repeated_modules_are_one_row() -> None:
+    rows = [row("tokens"), *(row(f"blocks.{i}.{part}", part) for i in range(12) for part in ("up", "down")), row("norm")]
+    assert [r.module for r in collapse(rows)] == ["tokens", "blocks.0-11.up", "blocks.0-11.down", "norm"]
+
+
+def test_only_equal_rows_are_joined() -> None:
+    rows = [row(f"blocks.{i}", "split" if i == 2 else "whole") for i in range(5)]
+    assert [r.module for r in collapse(rows)] == ["blocks.0-1,3-4", "blocks.2"]
+    assert [r.module for r in collapse([row(f"a.{i}.b.{j}") for i in range(2) for j in range(3)])] == ["a.0-1.b.0-2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (size_text(0), "0 B"), (size_text(1023), "1023 B"), (size_text(3 * 2**19), "1.5 MiB"), (size_text(2**30 * 312), "312 GiB"),
+        (time_text(0.0), "0"), (time_text(0.0931), "93.1 ms"), (time_text(1.5), "1.5 s"), (time_text(999.9e-6), "1000 us"), (time_text(5e-9), "5 ns"),
+        (lengths_text((5, 5, 1, 1)), "5:5:1:1"), (lengths_text((21,) * 16 + (14,) * 48), "21 x16 : 14 x48"),
+        (lengths_text(tuple(range(20))), "0 to 19"), (ranges_text([3, 0, 1, 2, 7]), "0-3,7"), (ranges_text([]), ""),
+    ],
+)  # fmt: skip
+def test_words(text: str, expected: str) -> None:
+    assert text == expected

@@ -1,0 +1,64 @@
+"""Kernels and empty tensors: what refuses is replaced, what computes nonsense too, the rest runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hapx.runtime.build import find_operator
+from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example
+
+CPU = torch.device("cpu")
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return example(shape, torch.float64, True, CPU)
+
+
+@pytest.mark.parametrize(
+    "target, operands, rest, shape, expected",
+    [
+        ("aten.linear.default", [(0, 5), (8, 5), (8,)], (), (0, 8), True),
+        ("aten.conv2d.default", [(0, 3, 8, 8), (4, 3, 3, 3)], (), (0, 4, 6, 6), True),
+        ("aten.conv2d.default", [(2, 3, 8, 8), (0, 3, 3, 3)], (), (2, 0, 6, 6), False),
+        ("aten.view.default", [(0, 4)], ([0, -1],), (0, 4), False),
+        ("aten.view.default", [(0, 4)], ([0, 2, 2],), (0, 2, 2), True),
+        ("aten.max_pool2d.default", [(2, 0, 8, 8)], ([2, 2],), (2, 0, 4, 4), False),
+    ],
+)  # fmt: skip
+def test_kernels_are_tried(target: str, operands: list[tuple[int, ...]], rest: tuple[object, ...], shape: tuple[int, ...], expected: bool) -> None:
+    assert accepts(find_operator(target), (*(zeros(*s) for s in operands), *rest), {}, [shape]) == expected
+
+
+def test_empty_call_has_gradients_of_zeros() -> None:
+    call = EmptyCall("aten.conv2d.default", [((2, 0, 6, 6), torch.float64, True)], listed=False, saves=True)
+    x, w = torch.randn(2, 3, 8, 8, dtype=torch.float64, requires_grad=True), torch.zeros(0, 3, 3, 3, dtype=torch.float64, requires_grad=True)
+    y = call(x, w)
+    assert y.shape == (2, 0, 6, 6)
+    y.sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert w.grad.shape == w.shape
+    assert "aten.conv2d.default without elements: [2, 0, 6, 6]" in str(call)
+
+
+def test_empty_call_with_several_outputs_and_an_integer_one() -> None:
+    call = EmptyCall("aten.topk.default", [((0, 2), torch.float64, True), ((0, 2), torch.int64, False)], listed=True)
+    values, indices = call(torch.zeros(0, 5, dtype=torch.float64, requires_grad=True))
+    assert values.requires_grad
+    assert not indices.requires_grad
+    assert indices.dtype == torch.int64
+
+
+def test_convolution_over_no_channels_is_the_bias() -> None:
+    conv = EmptyConvolution("aten.conv2d.default", (2, 4, 6, 6))
+    x, w = zeros(2, 0, 8, 8), zeros(4, 0, 3, 3)
+    bias = nn.Parameter(torch.arange(4.0, dtype=torch.float64))
+    y = conv(x, w, bias)
+    assert torch.equal(y, torch.arange(4.0, dtype=torch.float64).reshape(1, 4, 1, 1).expand(2, 4, 6, 6))
+    y.sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.tolist() == [72.0] * 4
+    assert torch.equal(conv(x, w), torch.zeros(2, 4, 6, 6, dtype=torch.float64))

@@ -1,0 +1,186 @@
+"""Gradient synchronisation: buckets, accumulation, no_sync, several forwards, scaling, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hapx.collectives.communicator import create_groups
+from hapx.plan import Plan
+from hapx.runtime.executor import Executor, share_out
+from hapx.runtime.gradients import Use, bucket_layout
+from support.equivalence import run_ranks
+from support.models import MLP
+from support.plans import mlp_batch_split, mlp_tensor_parallel, mlp_two_level
+
+WIDTHS = (5, 8, 3)
+model = partial(MLP, WIDTHS)
+CPU = torch.device("cpu")
+PLANS: dict[str, Callable[[], Plan]] = {
+    "batch 6:2": lambda: mlp_batch_split(WIDTHS, (6, 2)),
+    "batch 8:0": lambda: mlp_batch_split(WIDTHS, (8, 0)),
+    "hidden 5:3": lambda: mlp_tensor_parallel(WIDTHS, (5, 3), 8),
+    "machines 6:2": lambda: mlp_two_level(WIDTHS, (6, 2), 2),
+}
+
+Loss = Callable[[int], Tensor]
+Procedure = Callable[[nn.Module, Loss, Any], Any]
+
+
+def inputs(seed: int) -> tuple[Tensor, ...]:
+    return model().example(8, seed=seed)
+
+
+class OneDevice:
+    """What an Executor offers, for a plain module."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    def no_sync(self) -> Any:
+        return torch.enable_grad()
+
+
+def on_one_device(procedure: Procedure) -> tuple[Any, dict[str, Tensor]]:
+    module = model()
+    result = procedure(module, lambda seed: module(*inputs(seed)), OneDevice(module))
+    return result, {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def on_rank(plan: Plan, procedure: Procedure, bucket_bytes: int, threads: Any = None) -> tuple[Any, dict[str, Tensor]]:
+    executor = Executor(plan, threads.rank, model(), create_groups(plan.stages[0].mesh, threads), bucket_bytes=bucket_bytes)
+
+    def loss(seed: int) -> Tensor:
+        return executor.run(plan.first, dict(zip(("x", "targets"), inputs(seed), strict=True)))["mse_loss"]
+
+    result = procedure(executor.module, loss, executor)
+    return result, executor.store.full_gradients()
+
+
+def same_as_one_device(name: str, procedure: Procedure, bucket_bytes: int = 25 * 2**20) -> Any:
+    expected, gradients = on_one_device(procedure)
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    for found, got in run_ranks(PLANS[name](), on_rank, PLANS[name](), procedure, bucket_bytes):
+        assert got.keys() == gradients.keys()
+        for n, g in gradients.items():
+            assert torch.allclose(got[n], g, rtol=0, atol=1e-12 * largest), n
+        if expected is not None:
+            assert found == pytest.approx(expected, rel=1e-12)
+    return expected
+
+
+# ---- procedures ------------------------------------------------------------------------------------------------------------------
+
+
+def once(module: nn.Module, loss: Loss, run: Any) -> None:
+    loss(0).backward()
+
+
+def scaled(module: nn.Module, loss: Loss, run: Any) -> None:
+    (loss(0) * 1024 / 3).backward()
+
+
+def accumulated(module: nn.Module, loss: Loss, run: Any) -> None:
+    loss(0).backward()
+    loss(1).backward()
+
+
+def several_forwards(module: nn.Module, loss: Loss, run: Any) -> None:
+    (loss(0) + 2 * loss(1)).backward()
+
+
+def twice_through_one_graph(module: nn.Module, loss: Loss, run: Any) -> None:
+    value = loss(0)
+    value.backward(retain_graph=True)
+    value.backward()
+
+
+def forward_that_is_dropped(module: nn.Module, loss: Loss, run: Any) -> None:
+    loss(1)
+    loss(0).backward()
+
+
+def without_sync(module: nn.Module, loss: Loss, run: Any) -> None:
+    with run.no_sync():
+        loss(0).backward()
+        loss(1).backward()
+    loss(2).backward()
+
+
+def zeroed_after_no_sync(module: nn.Module, loss: Loss, run: Any) -> None:
+    with run.no_sync():
+        loss(0).backward()
+    for p in module.parameters():
+        p.grad = None
+    loss(1).backward()
+
+
+def clipped(norm_type: float) -> Procedure:
+    def clip(module: nn.Module, loss: Loss, run: Any) -> float:
+        loss(0).backward()
+        return float(run.clip_grad_norm_(0.1, norm_type))
+
+    return clip
+
+
+def lightly_clipped(module: nn.Module, loss: Loss, run: Any) -> float:
+    loss(0).backward()
+    return float(run.clip_grad_norm_(1e6))
+
+
+PROCEDURES = [
+    once, scaled, accumulated, several_forwards, twice_through_one_graph, forward_that_is_dropped, without_sync, zeroed_after_no_sync,
+    lightly_clipped,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("procedure", PROCEDURES)
+def test_gradients_are_those_of_one_device(name: str, procedure: Procedure) -> None:
+    same_as_one_device(name, procedure)
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clipping_uses_the_global_norm(name: str, norm_type: float) -> None:
+    assert same_as_one_device(name, clipped(norm_type)) > 0.1
+
+
+@pytest.mark.parametrize("name", ["batch 6:2", "machines 6:2"])
+@pytest.mark.parametrize("procedure", [several_forwards, without_sync])
+def test_small_buckets_give_the_same(name: str, procedure: Procedure) -> None:
+    same_as_one_device(name, procedure, bucket_bytes=100)
+
+
+# ---- layout ------------------------------------------------------------------------------------------------------------------------
+
+
+def use(name: str, size: int, axes: tuple[int, ...] = (0,), dtype: torch.dtype = torch.float32) -> Use:
+    return Use((name, axes), size, dtype)
+
+
+def test_buckets_follow_backward_and_respect_the_limit() -> None:
+    layout = bucket_layout([use("a", 10), use("b", 10), use("c", 15), use("d", 100)], CPU, limit=100)
+    assert [[k[0] for k in b.keys] for b in layout.buckets] == [["d"], ["c", "b"], ["a"]]
+    assert [b.size for b in layout.buckets] == [100, 25, 10]
+    assert (layout.slots["b", (0,)].start, layout.slots["b", (0,)].stop) == (15, 25)
+
+
+def test_buckets_do_not_mix_axes_or_dtypes() -> None:
+    layout = bucket_layout([use("a", 1), use("b", 1, (0, 1)), use("c", 1), use("d", 1, dtype=torch.float64)], CPU)
+    assert [[k[0] for k in b.keys] for b in layout.buckets] == [["d"], ["b"], ["c", "a"]]  # by their last members
+
+
+def test_shares_are_rounded_by_largest_remainder() -> None:
+    assert share_out(10, (0.4, 0.4, 0.1, 0.1)) == (4, 4, 1, 1)
+    assert share_out(7, (0.5, 0.5)) == (4, 3)
+    assert share_out(3, (1.0, 0.0)) == (3, 0)
