@@ -293,6 +293,12 @@ class Plan:
 
         return plan_table(self)
 
+    def verify(self) -> None:
+        """Replay every program against the theory and compare every number that must agree. Raises PlanError; needs no model."""
+        from hapx.verify import verify
+
+        verify(self)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, atomically. Raises PlanError where the file cannot be written."""
         from hapx import codec

@@ -182,7 +182,9 @@ class _Alternation:
         if self.setting.start is not None:
             given = {row: np.array([max(shares[c] for c in kind) for kind in self.kinds]) for row, shares in self.setting.start.items()}
             return [{row: given.get(row, speed) for row in self.rows}]
-        chosen = {"even": [even], "speed": [speed]}.get(ratios, [speed] if np.allclose(even, speed) else [speed, even])
+        # on several axes a search costs more, and ratios that differ only between machines start nearer to the best
+        single = np.allclose(even, speed) or len(self.theory.mesh.axes) > 1
+        chosen = {"even": [even], "speed": [speed]}.get(ratios, [speed] if single else [speed, even])
         return [dict.fromkeys(self.rows, shares) for shares in chosen]
 
     def _explicit(self, shares: tuple[float, ...]) -> dict[Row, Vector]:

@@ -102,8 +102,9 @@ class _Collector:
         if any(isinstance(s, Partial) for s in used.states) and not any(isinstance(s, Partial) for s in stored.states):
             return "whole, added on one device"
         text = self.words.placement(ref, used)
-        kept = self.words.placement(ref, stored)
-        return text if text == kept else f"stored {kept}, used {text}"
+        if text == self.words.placement(ref, stored):
+            return text
+        return f"stored {self.words.shards(stored)}" + ("" if text == "whole" else f", used {text}")
 
     def _conversion(self, triple: Triple, path: tuple[Communication, ...], draft: _Draft) -> None:
         (source,) = triple.pre
@@ -117,7 +118,7 @@ class _Collector:
                 size = self.words.message_bytes(ref, whole, step.axis)
                 twice = step.free and forward == "all_gather" and backward is not None
                 if twice:  # gathered again in backward
-                    backward = f"all_gather and {backward}"
+                    backward = f"all_gather + {backward}"
                 sizes = draft.moved.setdefault((self._what(ref, step), forward, backward), [0, 0])
                 sizes[0] += size if forward else 0
                 sizes[1] += size * (1 + twice) if backward else 0
@@ -139,10 +140,13 @@ def _weights(phrases: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _moved(moved: Mapping[tuple[str, str | None, str | None], list[int]]) -> Iterable[str]:
+    """What is moved forward / backward."""
     for (what, forward, backward), (there, back) in moved.items():
-        parts = [f"{collective_text(forward)} {size_text(there)} forward"] if forward else []
-        parts += [f"{collective_text(backward)} {size_text(back)} backward"] if backward else []
-        yield f"{what}: {', '.join(parts)}"
+        if forward and backward and there == back:
+            yield f"{what}: {collective_text(forward)} / {collective_text(backward)} {size_text(there)}"
+        else:
+            parts = [f"{collective_text(name)} {size_text(size)}" if name else "-" for name, size in ((forward, there), (backward, back))]
+            yield f"{what}: {' / '.join(parts)}"
 
 
 # ---- repeated modules ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def render(table: Table) -> str:
 
 
 def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(box=RULED, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="none")
+    table = Table(box=RULED, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="none")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table

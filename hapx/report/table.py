@@ -102,7 +102,7 @@ def _most_split(stage: Stage, words: Vocabulary) -> tuple[Property, int] | None:
 
 
 def _layers(plan: Plan) -> str:
-    table = new_table("layer", "weights", "activations", "communication per iteration")
+    table = new_table("layer", "weights", "activations", "communication, forward / backward")
     for row in layers(plan):
         table.add_row(row.module or "(model)", "\n".join(row.weights) or "-", "\n".join(row.activations) or "-", "\n".join(row.communication) or "-")
     return render(table)

@@ -95,10 +95,16 @@ class Vocabulary:
             if isinstance(state, Partial):
                 phrases.append(f"partial sums{over}")
             else:
-                phrases.append(f"{self.dim(ref, state)} split {self._how(state, axis)}{over}")
+                phrases.append(f"{self.dim(ref, state)} split {self._how(state)}{over}")
         return ", ".join(phrases) or "whole"
 
-    def _how(self, state: Sharded, axis: int) -> str:
+    def shards(self, placement: Placement) -> str:
+        """How a stored parameter is split, without the dim: nobody computes with the shards."""
+        cuts = [(a, s) for a, s in enumerate(placement.states) if isinstance(s, Sharded)]
+        over = {a: f" over {self.mesh.axes[a].name}" if len(self.mesh.axes) > 1 else "" for a, _ in cuts}
+        return ", ".join(f"{self._how(s)}{over[a]}".replace("evenly", "split evenly") for a, s in cuts) or "whole"
+
+    def _how(self, state: Sharded) -> str:
         lengths = self.lengths.get(state.cut)
         if lengths is None or len(set(lengths)) == 1:
             return "evenly"

@@ -40,7 +40,7 @@ class Domain(Protocol[N]):
     def start(self) -> N | None: ...
 
     def successors(self, node: N, limit: float) -> Iterable[N]:
-        """The next partial solutions. Those whose estimate is not below `limit` may be left out."""
+        """The next partial solutions whose estimate is below `limit`."""
 
     def dominates(self, a: N, b: N) -> bool:
         """Whether a's cost makes b superfluous, given that a's place includes b's."""
@@ -48,12 +48,14 @@ class Domain(Protocol[N]):
 
 @dataclass(slots=True)
 class Statistics:
-    """expansions: nodes expanded; generated: nodes made; dominated, bounded: nodes dropped by the two rules."""
+    """expansions: nodes expanded; generated: nodes made; dominated, bounded: nodes dropped by the two rules;
+    unproven: searches that ended with their budget."""
 
     expansions: int = 0
     generated: int = 0
     dominated: int = 0
     bounded: int = 0
+    unproven: int = 0
 
     def add(self, other: Statistics) -> None:
         for f in fields(self):
@@ -92,23 +94,27 @@ class Front(Generic[N]):
         return [node for nodes in self.places.values() for node in nodes]
 
 
-def beam(domain: Domain[N], width: int, statistics: Statistics) -> N | None:
-    """A good solution: level by level, the `width` nodes of least estimate. None where all of them end."""
+def beam(domain: Domain[N], width: int, statistics: Statistics, incumbent: N | None = None) -> N | None:
+    """A good solution: level by level, the `width` nodes of least estimate below the incumbent's. The incumbent where nothing is better."""
+    limit = incumbent.estimate * (1 - TOLERANCE) if incumbent is not None else float("inf")
     start = domain.start()
     nodes = [start] if start is not None else []
     for _ in range(domain.depth):
         front: Front[N] = Front(domain)
         for node in nodes:
             statistics.expansions += 1
-            for successor in domain.successors(node, float("inf")):
+            for successor in domain.successors(node, limit):
                 statistics.generated += 1
                 statistics.dominated += not front.admit(successor)
         nodes = heapq.nsmallest(width, front.nodes(), key=lambda n: n.estimate)
-    return min(nodes, key=lambda n: n.estimate, default=None)
+    return min(nodes, key=lambda n: n.estimate, default=incumbent)
 
 
-def search(domain: Domain[N], statistics: Statistics, incumbent: N | None = None) -> N | None:
-    """An optimal solution, or `incumbent` where nothing is better; None if there is no solution at all."""
+def search(domain: Domain[N], statistics: Statistics, incumbent: N | None = None, budget: int | None = None) -> N | None:
+    """An optimal solution, or `incumbent` where nothing is better; None if there is no solution at all.
+
+    budget: nodes to generate at most (four times as many while there is no solution); when it is spent, the best solution so far is returned
+    and `statistics.unproven` says so."""
     best = incumbent
     limit = best.estimate * (1 - TOLERANCE) if best is not None else float("inf")
     fronts: list[Front[N]] = [Front(domain) for _ in range(domain.depth + 1)]
@@ -116,7 +122,7 @@ def search(domain: Domain[N], statistics: Statistics, incumbent: N | None = None
     if start is None:
         return best
     queue: list[tuple[float, int, int, N]] = [(start.estimate, 0, 0, start)]
-    count = 0
+    count = generated = 0
     while queue:
         estimate, _, _, node = heapq.heappop(queue)
         if estimate >= limit:
@@ -125,16 +131,21 @@ def search(domain: Domain[N], statistics: Statistics, incumbent: N | None = None
         if node.dead:
             continue
         if node.level == domain.depth:
-            return node
+            best = node
+            break
+        if budget is not None and generated > (budget if best is not None else 4 * budget):
+            statistics.unproven += 1
+            break
         statistics.expansions += 1
         for successor in domain.successors(node, limit):
-            statistics.generated += 1
-            if successor.estimate >= limit:
-                statistics.bounded += 1
-            elif not fronts[successor.level].admit(successor):
+            generated += 1
+            if not fronts[successor.level].admit(successor):
                 statistics.dominated += 1
             else:
                 count += 1
                 # of equal estimates the deeper one first: it is nearer to an answer
                 heapq.heappush(queue, (successor.estimate, -successor.level, count, successor))
+                if successor.level == domain.depth:
+                    best, limit = successor, min(limit, successor.estimate * (1 - TOLERANCE))
+    statistics.generated += generated
     return best

@@ -13,6 +13,9 @@ what follows for free from one placement; anything else may be in any placement 
 backward over the steps, as matrices (placements x choices x weights). A partial program's bound is the largest over its live values. With w the unit
 vectors this contains the bound max_j (pending_j + sum over the rest of the least comp_j).
 
+A parameter that is used again later (a tied embedding) would be free there in this relaxation. So there is one such table per *context*: the masks of
+the stored parameters that are live, each priced at its next use.
+
 Invariant: never more than the true cost of the rest.
 """
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import permutations
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +32,12 @@ import numpy.typing as npt
 from hapx.synth.effect import Effect, Vector
 from hapx.synth.moves import Moves
 from hapx.synth.problem import Problem, Step, StepClass
-from hapx.synth.tables import TensorTable
+from hapx.synth.tables import TensorTable, bits
 
+DEEPEST = 60  # levels that a context is followed back at most
 Array = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
+Rows = dict[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +49,38 @@ class Weighted:
     gives: tuple[Numbers, ...]
 
 
+class Use(NamedTuple):
+    """The next use of a parameter that is stored: the step, the slot, and the placements that are available."""
+
+    level: int
+    slot: int
+    mask: int
+
+
+class Context(NamedTuple):
+    """`rows` from level `bottom` on; below, the general table and `more` (per weight)."""
+
+    bottom: int
+    rows: list[Rows]
+    more: Array
+
+
 class Bound:
     def __init__(self, problem: Problem, moves: Moves):
         self.problem, self.moves = problem, moves
         self.kinds = n = problem.terms.kinds
         self.weights = np.vstack([np.eye(n), np.full((1, n), 1.0 / n)]) if n > 1 else np.ones((1, 1))
         self.none: Vector = (0.0,) * len(self.weights)
+        self._directs: dict[int, Array] = {}
         self._converted: dict[int, Array] = {}
         self._classes: dict[tuple[int, tuple[bool, ...]], Weighted] = {}
         self._after: dict[int, Numbers] = {}
-        # per level: value -> placements (and, last, "anywhere") x weights; "" when no value is known
-        self.rows: list[dict[str, Array]] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
+        self._base: list[Rows] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
         for level in range(len(problem.steps) - 1, -1, -1):
-            self._step(level)
-        self._at: list[dict[int, Vector]] = [{} for _ in self.rows]
-        self._masks: dict[tuple[int, int], list[int]] = {}
+            self._step(level, self._base[level], self._base[level + 1], [])
+        self._contexts: dict[tuple[Use, ...], Context] = {}
+        self._at: list[dict[int, Vector]] = [{} for _ in range(len(problem.steps) + 1)]
+        self._bounds: dict[tuple[int, int], list[int]] = {}
 
     def rest(self, level: int, place: int) -> Vector:
         """Per weight vector, a lower bound of the cost of steps `level` and later when `place` is available."""
@@ -77,26 +100,69 @@ class Bound:
     def _rest(self, level: int, place: int) -> Vector:
         if level == len(self.problem.steps):
             return self.none
-        best = self.rows[level][""][0]
+        context = self._context(level, place)
+        more, rows = (context.more, self._base[level]) if level < context.bottom else (0.0, context.rows[level - context.bottom])
+        best = rows[""][0]
         for name, table, shift in self.problem.steps[level].live:
             if not table.stored:
-                best = np.maximum(best, self.rows[level][name][self._rows(table, place >> shift & table.full)].max(axis=0))
-        return tuple(best.tolist())
+                best = np.maximum(best, rows[name][self._bounding(table, place >> shift & table.full)].max(axis=0))
+        return tuple((best + more).tolist())
 
-    def _rows(self, table: TensorTable, mask: int) -> list[int]:
+    def _bounding(self, table: TensorTable, mask: int) -> list[int]:
         """Placements from which all of `mask` is free (any of them bounds it), and "anywhere"."""
         key = id(table), mask
-        if key not in self._masks:
-            self._masks[key] = [i for i in range(len(table.placements)) if table.closure(i) & mask == mask] + [len(table.placements)]
-        return self._masks[key]
+        if key not in self._bounds:
+            self._bounds[key] = [i for i in range(len(table.placements)) if table.closure(i) & mask == mask] + [len(table.placements)]
+        return self._bounds[key]
+
+    def _context(self, level: int, place: int) -> Context:
+        """The table that knows the placements of the parameters that are live."""
+        steps = self.problem.steps
+        uses = []
+        for name, table, shift in steps[level].live:
+            if table.stored:
+                at = next(k for k in range(level, len(steps)) if name in steps[k].tensors)
+                uses.append(Use(at, steps[at].tensors.index(name), place >> shift & table.full))
+        known = tuple(uses)
+        if known not in self._contexts:
+            self._contexts[known] = self._contextual(known)
+        return self._contexts[known]
 
     # -- the dynamic program -----------------------------------------------------------------------------------------------------------------------
 
-    def _step(self, level: int) -> None:
-        step, after, rows = self.problem.steps[level], self.rows[level + 1], self.rows[level]
+    def _contextual(self, uses: tuple[Use, ...]) -> Context:
+        """From the last use backward. What the context adds soon is the same everywhere: from there on the least that it adds is a bound,
+        because adding a constant to a table adds it to the table one step before."""
+        if not uses:
+            return Context(0, self._base, np.zeros(len(self.weights)))
+        top, bottom = max(u.level for u in uses), min(u.level for u in uses)
+        rows: list[Rows] = []
+        level = top
+        while True:
+            mine: Rows = {}
+            self._step(level, mine, rows[-1] if rows else self._base[top + 1], [u for u in uses if u.level == level])
+            rows.append(mine)
+            with np.errstate(invalid="ignore"):  # inf - inf: a placement from which nothing leads on adds nothing
+                added = np.concatenate([np.where(np.isfinite(b), mine[n] - b, np.inf) for n, b in self._base[level].items()])
+            more = added.min(axis=0)
+            more = np.where(np.isfinite(more), more, 0.0)
+            finite = np.where(np.isfinite(added), added, more)
+            even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + self._base[level][""].max())).all())
+            if level == 0 or (level <= bottom and even) or top - level >= DEEPEST:
+                return Context(level, rows[::-1], more if level <= bottom else np.zeros(len(self.weights)))
+            level -= 1
+
+    def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use]) -> None:
+        step = self.problem.steps[level]
         known = {n for n, _, _ in step.live}
         first = tuple(bool(s.table.stored) and s.fixed is None and n not in known for n, s in zip(step.tensors, step.kind.slots, strict=True))
         weighted = self._weighted(step.kind, first)
+        for use in uses:
+            table = step.kind.slots[use.slot].table
+            inside = list(bits(use.mask))
+            cost = self._direct(table)[inside].min(axis=0)[: len(table.placements)]
+            cost[inside] = 0.0
+            weighted = Weighted(weighted.base + cost[weighted.needs[use.slot]], weighted.needs, weighted.gives)
         then = np.broadcast_to(after[""], weighted.base.shape)
         for name, result, gives in zip(step.outputs, step.kind.results, weighted.gives, strict=True):
             if result.live:
@@ -106,7 +172,7 @@ class Bound:
             if not table.stored:
                 rows[name] = self._value(step, name, table, weighted, then, after)
 
-    def _value(self, step: Step, name: str, table: TensorTable, weighted: Weighted, then: Array, after: dict[str, Array]) -> Array:
+    def _value(self, step: Step, name: str, table: TensorTable, weighted: Weighted, then: Array, after: Rows) -> Array:
         if name not in step.tensors:
             return (weighted.base[None] + np.maximum(then[None], after[name][:, None])).min(axis=1)  # type: ignore[no-any-return]
         slot = step.tensors.index(name)
@@ -166,6 +232,8 @@ class Bound:
 
     def _direct(self, table: TensorTable) -> Array:
         """Least weighted cost over all paths between any two placements: every order of the axes, the cheapest edge on each."""
+        if id(table) in self._directs:
+            return self._directs[id(table)]
         size, axes, w = len(table.all_placements), len(self.problem.theory.mesh.axes), len(self.weights)
         edge = np.full((axes, size, size, w), np.inf)
         index = np.array(table.codes)
@@ -191,4 +259,5 @@ class Bound:
                 cost += np.where((at >= 0)[..., None] & (after >= 0)[..., None], edge[a][at, after], np.inf)
                 at = after
             best = np.minimum(best, cost)
+        self._directs[id(table)] = best
         return best

@@ -66,6 +66,7 @@ class Moves:
         self._moves: dict[tuple[int, tuple[int, ...]], tuple[Move, ...]] = {}
         self._options: dict[tuple[int, int, int, bool], tuple[Option, ...]] = {}
         self._edges: dict[int, Effect] = {}
+        self._between: dict[tuple[int, int, int], tuple[tuple[Effect, Conversion], ...]] = {}
         self._effects: dict[int, tuple[Effect, ...]] = {}
 
     def at(self, kind: StepClass, masks: tuple[int, ...]) -> tuple[Move, ...]:
@@ -125,26 +126,28 @@ class Moves:
         if mask >> target & 1:
             yield Option(self.nothing, mask | wanted, None, None)
             return
-        yield from self._undominated(o for source in bits(mask) for o in self._paths(table, source, target, mask | table.closure(source) | wanted))
+        for source in bits(mask):
+            place = mask | table.closure(source) | wanted
+            for effect, conversion in self._paths(table, source, target):
+                yield Option(effect, place, None, conversion)
 
-    def _paths(self, table: TensorTable, source: int, target: int, place: int) -> Iterator[Option]:
+    def _paths(self, table: TensorTable, source: int, target: int) -> tuple[tuple[Effect, Conversion], ...]:
         """The paths between two placements that no other path covers. Paths that communicate and free alike keep the same bytes, so only
         the cheapest of those are priced in full."""
-        groups: dict[tuple[bool, bool], list[tuple[Effect, Path]]] = {}
-        for edges in table.between(source, target):
-            effect = self.edge(edges[0])
-            for edge in edges[1:]:
-                effect = compose(effect, self.edge(edge))
-            path = tuple(e.step for e in edges)
-            group = any(forward_collective(c.source, c.target) for c in path), any(c.free for c in path)
-            groups.setdefault(group, []).append((effect, path))
-        for candidates in groups.values():
-            kept: list[Effect] = []
-            for effect, path in sorted(candidates, key=lambda c: c[0].weight):
-                if not any(cheaper(other, effect, False) for other in kept):
-                    kept.append(effect)
-                    conversion = table.conversion(source, target, path)
-                    yield Option(self._effect(conversion.step), place, None, conversion)
+        key = id(table), source, target
+        if key not in self._between:
+            groups: dict[tuple[bool, bool], list[tuple[Effect, Path]]] = {}
+            for edges in table.between(source, target):
+                effect = self.edge(edges[0])
+                for edge in edges[1:]:
+                    effect = compose(effect, self.edge(edge))
+                path = tuple(e.step for e in edges)
+                group = any(forward_collective(c.source, c.target) for c in path), any(c.free for c in path)
+                groups.setdefault(group, []).append((effect, path))
+            best = [path for candidates in groups.values() for path in _cheapest(candidates)]
+            found = [table.conversion(source, target, path) for path in best]
+            self._between[key] = tuple((self._effect(c.step), c) for c in found)
+        return self._between[key]
 
     def edge(self, edge: Edge) -> Effect:
         """The effect of one communication, without what it keeps in memory."""
@@ -178,3 +181,12 @@ class Moves:
             if not any(other.place & place == place and cheaper(other.effect, effect, self.memory) for other in kept):
                 kept.append(item)
         return tuple(kept)
+
+
+def _cheapest(candidates: list[tuple[Effect, Path]]) -> Iterator[Path]:
+    """The paths whose time no other one covers."""
+    kept: list[Effect] = []
+    for effect, path in sorted(candidates, key=lambda c: c[0].weight):
+        if not any(cheaper(other, effect, False) for other in kept):
+            kept.append(effect)
+            yield path

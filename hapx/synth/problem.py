@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hapx.cost.compute import work
 from hapx.cost.memory import kept
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.table import TermTable
@@ -146,7 +147,7 @@ class _Builder:
     # -- what the restriction leaves -------------------------------------------------------------------------------------------------------------
 
     def _filter(self, node: int, triples: tuple[Triple, ...]) -> list[Triple]:
-        kept = [t for t in triples if self._split_allowed(t)]
+        kept = self._forced(node, [t for t in triples if self._split_allowed(t)])
         sfb = [t for t in kept if isinstance(t.body, OpCall) and t.body.op == SFB]
         if self.rule.sfb == "never":
             kept = [t for t in kept if not (isinstance(t.body, OpCall) and t.body.op == SFB)]
@@ -155,6 +156,15 @@ class _Builder:
         if not kept:
             raise PlanError(f"restriction {self.rule.name!r} leaves no way to run {self.graph.nodes[node]}", where=f"node {node}")
         return kept
+
+    def _forced(self, node: int, triples: list[Triple]) -> list[Triple]:
+        """A strategy by name does what its name says, also where doing everything everywhere would be cheaper: "batch" splits whatever
+        has a batch, "model" splits every operator that multiplies."""
+        if self.rule.split == "batch":
+            return [t for t in triples if any(isinstance(s, Sharded) for p in (*t.pre, *t.post) for s in p.placement.states)] or triples
+        if self.rule.split == "model" and work(self.graph, self.graph.nodes[node]).forward > 0:
+            return [t for t in triples if any(t.work)] or triples
+        return triples
 
     def _split_allowed(self, triple: Triple) -> bool:
         if self.rule.split == "auto":
@@ -169,7 +179,7 @@ class _Builder:
         if name in self.given:
             return (self.given[name],)
         options = self.theory.stored[name]
-        if not self.rule.storage.startswith("sharded"):
+        if not self.rule.storage.startswith("sharded") or self.graph.refs[name].kind is not Kind.PARAMETER:
             return options
         sizes = self.theory.mesh.sizes
         fitting = [p for p in options if all(not isinstance(s, Sharded) or s.cut.units >= sizes[a] for a, s in enumerate(p.states))] or list(options)

@@ -17,7 +17,7 @@ otherwise memory becomes part of the state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add, le, sub
 
 from hapx.cost.model import CostModel, StepCost
@@ -28,13 +28,14 @@ from hapx.restriction import AUTO, Restriction
 from hapx.states import REPLICATED, Placement, Property
 from hapx.synth.astar import Statistics, beam, search
 from hapx.synth.bound import Bound
-from hapx.synth.effect import Vector, plus
+from hapx.synth.effect import Vector, compose, plus
 from hapx.synth.moves import Move, Moves
 from hapx.synth.problem import Problem, build, sources
-from hapx.synth.tables import TensorTable
+from hapx.synth.tables import TensorTable, Values, numbered
 from hapx.theory.triple import Theory
 
-BEAM = 12
+BEAMS = (1, 8)
+BUDGET = 12_000  # partial programs that one search generates at most, once it has a program
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,11 @@ def solve(problem: Problem, shares: Shares, limits: Vector | None, key: ProgramK
         domain = Synthesis(problem, shares, limits)
         best = _search(domain, statistics)
         if best is None:
-            raise _too_small(problem, shares, limits, key)
+            least = least_memory(problem, shares, limits, key)
+            statistics.add(least.statistics)
+            if least.cost > 1:
+                raise _too_small(problem, least, limits)
+            return _timed(problem, shares, least, statistics)
     return _solution(domain, best, key, statistics)
 
 
@@ -183,15 +188,28 @@ def program_key(theory: Theory) -> ProgramKey:
 
 
 def _search(domain: Synthesis, statistics: Statistics) -> State | None:
-    return search(domain, statistics, beam(domain, BEAM, statistics))
+    """First good programs, one after the other, so that most of what the search would generate is above the best of them."""
+    best: State | None = None
+    for width in BEAMS:
+        best = beam(domain, width, statistics, best)
+    return search(domain, statistics, best, BUDGET)
 
 
 def _stuck(problem: Problem) -> PlanError:
     return PlanError(f"restriction {problem.restriction.name!r} allows no program", where="planner", hint="allow more splits, forms or storage")
 
 
-def _too_small(problem: Problem, shares: Shares, limits: Vector, key: ProgramKey) -> InsufficientMemoryError:
-    least = least_memory(problem, shares, limits, key)
+def _timed(problem: Problem, shares: Shares, least: Solution, statistics: Statistics) -> Solution:
+    """The program of least memory with its cost in seconds (the search for a faster one that fits ended with its budget)."""
+    values = Values(problem.terms, shares)
+    total = values.effect(numbered(problem.terms, StepCost(None, None, (), None)))
+    for step in least.steps:
+        total = compose(total, values.effect(numbered(problem.terms, step)))
+    seconds = total.const + sum(max(v) for v in (total.forward_pre, total.forward, total.backward_pre, total.backward) if v is not None)
+    return replace(least, cost=seconds, statistics=statistics)
+
+
+def _too_small(problem: Problem, least: Solution, limits: Vector) -> InsufficientMemoryError:
     kind = max(range(len(limits)), key=lambda j: least.memory[j] / limits[j])
     mesh, axis = problem.theory.mesh, problem.theory.mesh.uneven or 0
     devices = [d for d in mesh.devices if mesh.coordinates(d)[axis] in problem.costs.kinds[kind]]

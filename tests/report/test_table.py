@@ -31,18 +31,18 @@ def test_data_parallel_with_an_even_split_for_comparison() -> None:
     head, *rest = plan_table(plan, even).split("\n\n")
     assert head == "plan for by-hand: 4 devices, strategy auto, float64, adamw"
     assert rest[0] == (
-        "device   machine   type          share    batch   memory\n"
-        "----------------------------------------------------------------------------\n"
-        "0        m0        thing        50.0 %        4   1 GiB of 4 GiB (25%)\n"
-        "1        m0        thing        25.0 %        2   512 MiB of 4 GiB (12%)\n"
-        "2-3      m0        thing   12.5 % each   1 each   256 MiB of 4 GiB (6%) each"
+        "device  machine  type         share   batch  memory\n"
+        "-----------------------------------------------------------------------\n"
+        "0       m0       thing       50.0 %       4  1 GiB of 4 GiB (25%)\n"
+        "1       m0       thing       25.0 %       2  512 MiB of 4 GiB (12%)\n"
+        "2-3     m0       thing  12.5 % each  1 each  256 MiB of 4 GiB (6%) each"
     )
     assert rest[1] == (
-        "layer      weights   activations           communication per iteration\n"
-        "----------------------------------------------------------------------------------\n"
-        "blocks.0   whole     batch split 4:2:1:1   gradients: all-reduce 130 KiB backward\n"
-        "(model)    -         batch split 4:2:1:1   loss: all-reduce 8 B forward\n"
-        "blocks.1   whole     batch split 4:2:1:1   gradients: all-reduce 20.1 KiB backward"
+        "layer     weights  activations          communication, forward / backward\n"
+        "--------------------------------------------------------------------------\n"
+        "blocks.0  whole    batch split 4:2:1:1  gradients: - / all-reduce 130 KiB\n"
+        "(model)   -        batch split 4:2:1:1  loss: all-reduce 8 B / -\n"
+        "blocks.1  whole    batch split 4:2:1:1  gradients: - / all-reduce 20.1 KiB"
     )
     times = rest[2].splitlines()
     assert times[0].startswith("predicted iteration: ")
@@ -57,12 +57,12 @@ def test_tensor_parallel() -> None:
     _, devices, table, _ = plan_table(plan).split("\n\n")
     assert devices.splitlines()[2].split() == ["0-3", "m0", "thing", "25.0", "%", "each", "all", "0", "B", "of", "4", "GiB", "(0%)", "each"]
     assert table == (
-        "layer      weights                             activations                   communication per iteration\n"
-        "------------------------------------------------------------------------------------------------------------------\n"
-        "blocks.0   outputs split 128:64:32:32          features split 128:64:32:32   -\n"
-        "(model)    -                                   features split 128:64:32:32   activations: all-reduce 640 B forward\n"
-        "blocks.1   weight: inputs split 128:64:32:32   partial sums                  -\n"
-        "           bias: whole, added on one device"
+        "layer     weights                            activations                  communication, forward / backward\n"
+        "-----------------------------------------------------------------------------------------------------------\n"
+        "blocks.0  outputs split 128:64:32:32         features split 128:64:32:32  -\n"
+        "(model)   -                                  features split 128:64:32:32  activations: all-reduce 640 B / -\n"
+        "blocks.1  weight: inputs split 128:64:32:32  partial sums                 -\n"
+        "          bias: whole, added on one device"
     )
 
 
@@ -71,9 +71,9 @@ def test_stored_in_shards(free: bool) -> None:
     stored = {"layers.0.weight": place(sharded(flat(2), 0, 256))}
     plan = readable(mlp_batch_split((64, 256, 10), (6, 2), stored=stored, free=free))
     first, *_ = layers(plan)
-    assert first.weights == ("weight: stored outputs split 192:64, used whole", "bias: whole")
-    backward = "all-gather and reduce-scatter 256 KiB" if free else "reduce-scatter 128 KiB"
-    assert first.communication == (f"weights: all-gather 128 KiB forward, {backward} backward", "gradients: all-reduce 2 KiB backward")
+    assert first.weights == ("weight: stored 192:64", "bias: whole")
+    weights = "all-gather 128 KiB / all-gather + reduce-scatter 256 KiB" if free else "all-gather / reduce-scatter 128 KiB"
+    assert first.communication == (f"weights: {weights}", "gradients: - / all-reduce 2 KiB")
 
 
 def test_the_text_is_ascii_and_not_wider_than_120_columns() -> None:
