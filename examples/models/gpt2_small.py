@@ -14,12 +14,17 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from gpt import GPT
 
-BATCH, CONTEXT, VOCABULARY = 1024, 128, 50257
+CONTEXT, VOCABULARY = 128, 50257
 
 
-def build() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+def build(batch: int = 1024) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """The model and one global batch."""
     with torch.device("meta"):
         model = GPT(VOCABULARY, width=768, heads=12, layers=12, context=CONTEXT)
-        tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.int64)
+        tokens = torch.zeros(batch, CONTEXT, dtype=torch.int64)
         return model, (tokens, torch.zeros_like(tokens))
+
+
+def desktop() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """With 64 sequences instead of 1024: for two or four cards."""
+    return build(64)

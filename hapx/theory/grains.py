@@ -100,7 +100,7 @@ def node_key(node: Node) -> object:
 
 def _signature(node: Node, tensors: tuple[TensorRef, ...], sites: Mapping[str, frozenset[Site]]) -> object:
     """Equal for nodes whose rules are equal."""
-    return node_key(node), tuple((t.shape, t.dtype, t.requires_grad, sites[t.name]) for t in tensors)
+    return node_key(node), tuple((t.shape, t.dtype, t.requires_grad, t.mutated, sites[t.name]) for t in tensors)
 
 
 def _anonymous(value: object) -> object:

@@ -143,9 +143,11 @@ def batch_norm_rules(context: Context) -> Iterable[Rule]:
     rank = len(source.shape)
     training = bool(context.call["training"])
     has_statistics = context.call["running_mean"] is not None
+    # statistics that are updated in place must be cut as they are stored: a slice of them is a copy, whose update would be lost
+    held = [i for n in ("running_mean", "running_var") if (i := context.position(n)) is not None]
+    by_channels = not (training and has_statistics) or all(context.operands[i].mutated for i in held)
     for outer in context.outers([(r, 1 if len(r.shape) == rank else 0) for r in (*context.operands, out)]):
-        # running statistics are updated in place, and a slice of a buffer is a copy
-        if source.shape[1] > outer and source.shape[1] % outer == 0 and not (training and has_statistics):
+        if source.shape[1] > outer and source.shape[1] % outer == 0 and by_channels:
             yield Rule(tuple(Site(1 if len(r.shape) == rank else 0, outer) for r in context.operands), (Site(1, outer),), divides=True)
     variant = "batch" if training or not has_statistics else ""
     for d in range(rank):
