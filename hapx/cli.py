@@ -111,7 +111,7 @@ def compare(files: Annotated[list[Path], typer.Argument(metavar="PLAN PLAN", hel
 
         if len(files) < 2:
             _fail("compare needs at least two plan files")
-        typer.echo(compare_table({str(f): _load(f) for f in files}))
+        typer.echo(compare_table(_named(files)))
 
 
 @app.command()
@@ -170,6 +170,12 @@ def _load(file: Path) -> Plan:
     if not file.is_file():
         _fail(f"{file}: no such plan file{_near(file.name, [p.name for p in _siblings(file, '*.json')])}")
     return Plan.load(file)
+
+
+def _named(files: list[Path]) -> dict[str, Plan]:
+    """Plans by the shortest names that tell them apart."""
+    short = [f.stem for f in files]
+    return {name if short.count(name) == 1 else f"{i + 1}: {name}": _load(f) for i, (name, f) in enumerate(zip(short, files, strict=True))}
 
 
 def _written(path: Path, write: Callable[[Path], None]) -> None:

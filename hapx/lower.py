@@ -42,8 +42,9 @@ class Candidate:
 
 
 def lower(
-    best: Candidate, graph: Graph, key: ProgramKey, cluster: ClusterSpec, rule: Restriction, precision: str, optimizer: str, statistics: Mapping[str, Any]
-) -> Plan:
+    best: Candidate, graph: Graph, key: ProgramKey, cluster: ClusterSpec, rule: Restriction, precision: str, optimizer: str,
+    statistics: Mapping[str, Any],
+) -> Plan:  # fmt: skip
     """The plan of a candidate."""
     exact = best.costs.at_lengths(best.lengths)
     lengths = _used(best)
@@ -51,8 +52,8 @@ def lower(
     shares = {row: own for row, own in best.shares.items() if row in rows or row.kind == "compute"}
     stage = Stage(best.mesh.devices, (0, len(graph.nodes)), best.mesh, shares, {key: lengths}, {key: best.program})
     return Plan(
-        VERSION, {key: graph}, cluster, rule, storage(graph, best.storage_of), (stage,), (), None, best.time, memory(best, exact), work_shares(best, exact),
-        precision, optimizer, {**statistics, "cost": best.cost, "mesh": best.mesh.name},
+        VERSION, {key: graph}, cluster, rule, storage(graph, best.storage_of), (stage,), (), None, best.time,
+        memory(best, exact), work_shares(best, exact), precision, optimizer, {**statistics, "cost": best.cost, "mesh": best.mesh.name},
     )  # fmt: skip
 
 

@@ -48,8 +48,8 @@ SIMULATED = 4  # candidates that the simulator ranks
 
 
 def views(cluster: ClusterSpec, rule: Restriction) -> tuple[Mesh, ...]:
-    """Meshes over the cluster's devices that the restriction (or the cluster file) allows: flat, with uneven ratios, and every a x b whose inner groups
-    are equal devices of one machine, uneven over the groups. Raises HapError for a view that the cluster does not have."""
+    """Meshes over the cluster's devices that the restriction (or the cluster file) allows: flat, with uneven ratios, and every a x b whose
+    inner groups are equal devices of one machine, uneven over the groups. Raises HapError for a view that the cluster does not have."""
     wanted = rule.mesh if rule.mesh != "auto" else cluster.mesh
     n = cluster.num_devices
     found = {"flat": Mesh("flat", (Axis("devices", n, "devices"),), tuple(range(n)), 0)}
@@ -180,8 +180,8 @@ class _Alternation:
         if isinstance(ratios, tuple):
             return [self._explicit(ratios)]
         if self.setting.start is not None:
-            given = {row: np.array([max(shares[c] for c in kind) for kind in self.kinds]) for row, shares in self.setting.start.items()}
-            return [{row: given.get(row, speed) for row in self.rows}]
+            given = {row: np.array([max(own[c] for c in kind) for kind in self.kinds]) for row, own in self.setting.start.items()}
+            return [{row: given[row] if row in given else speed for row in self.rows}]
         # on several axes a search costs more, and ratios that differ only between machines start nearer to the best
         single = np.allclose(even, speed) or len(self.theory.mesh.axes) > 1
         chosen = {"even": [even], "speed": [speed]}.get(ratios, [speed] if single else [speed, even])
@@ -277,7 +277,8 @@ _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 
 
 def plan_graphs(
-    graphs: Sequence[Graph], cluster: ClusterSpec, *, strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
+    graphs: Sequence[Graph], cluster: ClusterSpec, *,
+    strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
     keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0,
 ) -> Plan:  # fmt: skip
     """A plan for the first graph, which chooses mesh and storage, with further programs for the others."""

@@ -155,8 +155,8 @@ class _Model:
         a, b = self._matrix(self.entries, len(self.upper)), np.array(self.upper)
         equal = [(i, self.column[r, j], float(n)) for i, r in enumerate(self.rows) for j, n in enumerate(self.sizes)]
         result = linprog(
-            self.cost, A_ub=a if self.upper else None, b_ub=b if self.upper else None, A_eq=self._matrix(equal, len(self.rows)), b_eq=np.ones(len(self.rows)),
-            bounds=(0, None), method="highs",
+            self.cost, A_ub=a if self.upper else None, b_ub=b if self.upper else None,
+            A_eq=self._matrix(equal, len(self.rows)), b_eq=np.ones(len(self.rows)), bounds=(0, None), method="highs",
         )  # fmt: skip
         if result.status == 2:
             return None

@@ -48,7 +48,9 @@ def round_ratios(ratios: Mapping[Row, Sequence[float]], cuts: Iterable[Cut]) -> 
     return {cut: deal(cut.units, ratios[cut.row]) for cut in cuts}
 
 
-def improve(lengths: Mapping[Cut, tuple[int, ...]], kinds: Sequence[Sequence[int]], cost: Callable[[Lengths], float], movable: Iterable[Cut]) -> Lengths:
+def improve(
+    lengths: Mapping[Cut, tuple[int, ...]], kinds: Sequence[Sequence[int]], cost: Callable[[Lengths], float], movable: Iterable[Cut]
+) -> Lengths:
     """Moves single units of small cuts from one kind to another while that lowers `cost` (inf: does not fit).
 
     Within a kind only the largest length counts, so a unit leaves a device with the most and goes to one with the fewest."""
@@ -87,7 +89,9 @@ def _neighbours(lengths: Lengths, cut: Cut, kinds: Sequence[Sequence[int]]) -> I
                 yield {**lengths, cut: tuple(changed)}
 
 
-def fit(lengths: Mapping[Cut, tuple[int, ...]], kinds: Sequence[Sequence[int]], excess: Callable[[Lengths], float], movable: Iterable[Cut]) -> Lengths:
+def fit(
+    lengths: Mapping[Cut, tuple[int, ...]], kinds: Sequence[Sequence[int]], excess: Callable[[Lengths], float], movable: Iterable[Cut]
+) -> Lengths:
     """Moves units until memory fits: `excess` is by how much the fullest kind exceeds its limit, relative (<= 0: fits). Returns the best found."""
     best, cuts = dict(lengths), list(movable)
     value = excess(best)

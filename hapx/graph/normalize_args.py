@@ -84,7 +84,8 @@ def is_identity(op: Any, bound: Mapping[str, Any]) -> bool:
     if name_of(op) in IDENTITIES:
         return True
     if name_of(op) in _COPIES:
-        return bound["memory_format"] in (None, torch.contiguous_format, torch.preserve_format)
+        # the schema's default is the number 0, torch.contiguous_format
+        return bound["memory_format"] in (None, 0, torch.contiguous_format, torch.preserve_format)
     return base_of(op).removesuffix("_") in _DROPOUTS and (not bound["train"] or bound["p"] == 0)
 
 

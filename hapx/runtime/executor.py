@@ -24,6 +24,9 @@ from hapx.runtime.local import Communicators, Position
 from hapx.runtime.parameters import ParameterStore
 from hapx.states import Placement, Sharded
 
+# forward passes in training between two alignments of parameters that several kinds of devices keep (rounding differs between kinds)
+ALIGN_EVERY = 100
+
 
 class Executor:
     """Runs a plan on one device.
@@ -47,6 +50,7 @@ class Executor:
         self.plan, self.rank, self.module, self.communicators = plan, rank, module, communicators
         self.device, self.bucket_bytes = device or torch.device("cpu"), bucket_bytes
         self.rng = Rng(seed)
+        self.drifts = len({plan.cluster.devices[d].type for d in plan.stages[0].mesh.devices}) > 1
         self.everyone = communicators[tuple(range(len(plan.stages[0].mesh.axes)))]
         self.store = ParameterStore(module, plan, self.position(plan.first), communicators, self.device)
         self.gradients = GradientSynchroniser(dict(module.named_parameters(remove_duplicate=False)), communicators)
@@ -73,6 +77,8 @@ class Executor:
         program = self.program(key, local_inputs)
         if key.mode == "train":
             self.rng.next_step()
+            if self.drifts and self.rng.step % ALIGN_EVERY == 0:
+                self.store.align()
         current = self.gradients.begin(program.layout) if torch.is_grad_enabled() else None
         for entry in program.entries:
             entry.current = current

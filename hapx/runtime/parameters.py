@@ -16,7 +16,7 @@ from hapx.errors import HapError, LaunchError, PlanError
 from hapx.ir import Kind
 from hapx.plan import Plan
 from hapx.runtime.local import Communicators, Position
-from hapx.states import REPLICATED, Placement
+from hapx.states import REPLICATED, Placement, Sharded
 
 
 class ParameterStore:
@@ -136,6 +136,18 @@ class ParameterStore:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(self.position.take(state[name], self.placement(name)))
+
+    @torch.no_grad()
+    def align(self) -> None:
+        """Makes the copies of every parameter equal again: along axes that do not cut it, coordinate 0 decides (a collective call).
+
+        Kernels of different GPU models round differently, so copies that are updated on each device drift apart. `.data`: a graph
+        that waits for its backward must not notice."""
+        for name, parameter in self.module.named_parameters():
+            states = self.placement(name).states
+            whole = tuple(a for a, s in enumerate(states) if not isinstance(s, Sharded) and self.position.mesh.sizes[a] > 1)
+            if whole and parameter.requires_grad and parameter.numel():
+                parameter.data.copy_(self.communicators[whole].broadcast(parameter.data, 0))
 
     def counted(self, name: str) -> bool:
         """Whether this device counts its piece of a tensor when elements of all devices are added up, so that each counts once:

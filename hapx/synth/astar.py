@@ -66,8 +66,8 @@ class Front(Generic[N]):
     """The nodes of one level that nothing dominates, by place."""
 
     def __init__(self, domain: Domain[N]):
-        self.domain, self.places = domain, {}  # type: ignore[var-annotated]
-        self.places: dict[int, list[N]]
+        self.domain = domain
+        self.places: dict[int, list[N]] = {}
 
     def admit(self, node: N) -> bool:
         """Adds a node and removes those that it dominates (marking them dead); False if it is dominated itself."""

@@ -92,7 +92,7 @@ class Bound:
     def estimate(self, cost: float, forward: Vector, backward: Vector, rest: Vector) -> float:
         """Cost plus the bound of the rest with these pending vectors."""
         pending = tuple(map(add, forward, backward))
-        best = max(map(add, pending, rest))  # one unit vector per kind; map stops before the uniform weights
+        best: float = max(map(add, pending, rest))  # one unit vector per kind; map stops before the uniform weights
         if self.kinds > 1:
             best = max(best, sum(pending) / self.kinds + rest[-1])
         return cost + best
@@ -192,7 +192,7 @@ class Bound:
                 for slot, target in choice.needs:
                     part = kind.slots[slot]
                     if part.fixed == 0 or first[slot]:
-                        found = [self._weigh(o.effect) for o in self.moves.options(part.table, 0, target, not part.fixed == 0)]
+                        found = [self._weigh(o.effect) for o in self.moves.options(part.table, 0, target, part.fixed != 0)]
                         cost = cost + (np.min(found, axis=0) if found else np.inf)
                 base.append(cost)
             last = [dict(reversed(c.needs)) for c in kind.choices]  # one placement per slot; a second one can only cost more
@@ -253,9 +253,9 @@ class Bound:
             at = np.repeat(np.arange(size)[:, None], size, axis=1)
             cost = np.zeros((size, size, w))
             for a in order:
-                code = index[at]
-                code[:, :, a] = index[None, :, a]
-                after = lookup[tuple(np.moveaxis(code, 2, 0))]
+                codes = index[at]
+                codes[:, :, a] = index[None, :, a]
+                after = lookup[tuple(np.moveaxis(codes, 2, 0))]
                 cost += np.where((at >= 0)[..., None] & (after >= 0)[..., None], edge[a][at, after], np.inf)
                 at = after
             best = np.minimum(best, cost)

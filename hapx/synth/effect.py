@@ -72,10 +72,11 @@ def excess(a: Effect, b: Effect) -> float:
 def _excess(a_pre: Vector | None, a: Vector, b_pre: Vector | None, b: Vector) -> float:
     if a_pre is None:
         # p + a against: max(p + b_pre) paid and b left; max(p + a - b) <= max(p + b_pre) + max(a - b - b_pre)
-        return max(map(sub, a, b)) if b_pre is None else max(map(sub, map(sub, a, b), b_pre))
+        worst: float = max(map(sub, a, b)) if b_pre is None else max(map(sub, map(sub, a, b), b_pre))
+        return worst
     if b_pre is None:
         return INFINITY  # a pays max(p), b may hide it: it depends on p
-    return max(map(sub, a_pre, b_pre)) + max(map(sub, a, b))
+    return float(max(map(sub, a_pre, b_pre)) + max(map(sub, a, b)))
 
 
 def cheaper(a: Effect, b: Effect, memory: bool) -> bool:

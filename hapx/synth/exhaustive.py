@@ -112,8 +112,8 @@ class Enumeration:
             for stored in storages(options, needed.placement) if once else options:
                 memory = _plus(running.memory, self._at(self.costs.storage(self.graph.refs[name], stored)))
                 update = max(self._at(self.costs.update(self.graph.refs[name], stored))) if self.graph.mode == "train" else 0.0
-                after = replace(running, memory=memory, cost=running.cost + update)
-                yield from self._operand(needed, {**have, name: frozenset({stored})}, after)
+                kept = replace(running, memory=memory, cost=running.cost + update)
+                yield from self._operand(needed, {**have, name: frozenset({stored})}, kept)
             return
         key = name, have[name], needed.placement
         if key not in self._ways:

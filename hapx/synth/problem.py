@@ -73,7 +73,8 @@ class StepClass:
 
     def __post_init__(self) -> None:
         at, offsets = 0, []
-        for part in (*self.slots, *self.results):
+        parts: list[Slot | Result] = [*self.slots, *self.results]
+        for part in parts:
             offsets.append(at if part.live else -1)
             at += len(part.table.placements) if part.live else 0
         self.slot_offsets, self.result_offsets = tuple(offsets[: len(self.slots)]), tuple(offsets[len(self.slots) :])
@@ -219,8 +220,8 @@ class _Builder:
         extra = [*self.stored.items(), *self.theory.outputs.items()]
         extra += [(r.name, (whole,)) for r in sources(self.graph)]
         for name, placements in extra:
-            for p in placements:
-                found.setdefault(name, {})[self._id(p)] = None
+            for placement in placements:
+                found.setdefault(name, {})[self._id(placement)] = None
         shared: dict[Any, TensorTable] = {}
         return {name: self._table(name, tuple(sorted(ids)), shared) for name, ids in found.items()}
 
@@ -264,14 +265,18 @@ class _Builder:
         outputs = tuple(o.name for o in node.outputs)
         slots = self._slots(k, tensors)
         results = tuple(Result(self.tables[name], name in self.last) for name in outputs)
-        coded = tuple((tuple(self._id(p.placement) for p in t.pre), tuple(self._id(p.placement) for p in t.post), t.body.target if isinstance(t.body, OpCall) else "")
-                      for t in triples)  # fmt: skip
+        coded = tuple(self._signature(t) for t in triples)
         # the cost model gives one cost object to alike nodes: its identity tells apart what only it can see
-        key = (id(self.costs.instruction(triples[0])), _shape_of_call(node.call, tensors), self._regions(k), _keys(slots), tuple((id(r.table), r.live) for r in results),
-               tuple(tensors.index(p.tensor) for p in triples[0].pre), coded)  # fmt: skip
+        call = (_shape_of_call(node.call, tensors), self._regions(k), tuple(tensors.index(p.tensor) for p in triples[0].pre))
+        key = (id(self.costs.instruction(triples[0])), call, _keys(slots), tuple((id(r.table), r.live) for r in results), coded)
         if key not in self.classes:
             self.classes[key] = StepClass(slots, results, tuple(self._choice(i, t, tensors) for i, t in enumerate(triples)))
         return self._step(k, self.classes[key], tensors, outputs, bits)
+
+    def _signature(self, triple: Triple) -> tuple[Any, ...]:
+        """Placements before and after, and what is called."""
+        pre, post = (tuple(self._id(p.placement) for p in properties) for properties in (triple.pre, triple.post))
+        return pre, post, triple.body.target if isinstance(triple.body, OpCall) else ""
 
     def _choice(self, index: int, triple: Triple, tensors: tuple[str, ...]) -> Choice:
         needs = tuple(dict.fromkeys((tensors.index(p.tensor), self.tables[p.tensor].number[p.placement]) for p in triple.pre))

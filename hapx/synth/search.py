@@ -117,7 +117,7 @@ class Synthesis:
         if self.limits is not None and not all(map(le, a.memory, b.memory)):
             return False
         more = max(map(sub, a.forward, b.forward)) + max(map(sub, a.backward, b.backward))
-        return a.cost + more <= b.cost + 1e-13 * b.estimate
+        return bool(a.cost + more <= b.cost + 1e-13 * b.estimate)
 
     def _moves(self, level: int, mask: int) -> list[tuple[Move, int]]:
         """The moves of a step, and the bits of a partial program that they set."""
@@ -213,9 +213,9 @@ def _too_small(problem: Problem, least: Solution, limits: Vector) -> Insufficien
     kind = max(range(len(limits)), key=lambda j: least.memory[j] / limits[j])
     mesh, axis = problem.theory.mesh, problem.theory.mesh.uneven or 0
     devices = [d for d in mesh.devices if mesh.coordinates(d)[axis] in problem.costs.kinds[kind]]
-    lack = (least.memory[kind] - limits[kind]) / 2**30
+    needs, has = least.memory[kind] / 2**30, limits[kind] / 2**30
     return InsufficientMemoryError(
-        f"no program fits: the smallest needs {least.memory[kind] / 2**30:.2f} GiB there and {limits[kind] / 2**30:.2f} GiB is free; {lack:.2f} GiB lack",
+        f"no program fits: the smallest needs {needs:.2f} GiB there and {has:.2f} GiB is free; {needs - has:.2f} GiB lack",
         where=f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}",
         hint="use a smaller batch, more devices, an optimizer with less state, strategy='auto' with sharded storage, or rematerialisation",
     )
@@ -235,7 +235,7 @@ def _solution(domain: Synthesis, last: State, key: ProgramKey, statistics: Stati
     for level, move in enumerate(reversed(moves)):
         writer.step(level, move)
     program = Program(key, domain.problem.theory.mesh, tuple(writer.instructions), writer.needs(), tuple(writer.gives))
-    storage_of = {name: p for name, p in writer.storage.items()}
+    storage_of = dict(writer.storage)
     return Solution(program, storage_of, tuple(writer.steps), tuple(writer.kept), last.estimate, last.memory, statistics)
 
 
@@ -252,7 +252,8 @@ class _Writer:
             r.name: {problem.tables[r.name].number[whole]: None} for r in sources(self.graph)
         }
         self.storage: dict[str, Placement] = dict(problem.unused)
-        self.kept: list[Term] = [k.memory for n, p in problem.unused.items() for k in problem.tables[n].stored if problem.tables[n].placements[k.placement] == p]
+        tables = problem.tables
+        self.kept: list[Term] = [k.memory for n, p in problem.unused.items() for k in tables[n].stored if tables[n].placements[k.placement] == p]
 
     def step(self, level: int, move: Move) -> None:
         step = self.problem.steps[level]

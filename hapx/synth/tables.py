@@ -97,7 +97,8 @@ class TensorTable:
 
     def __init__(self, ref: TensorRef, placements: Sequence[Placement], stored: Iterable[Placement], cost: CostModel, terms: TermTable, mesh: Mesh,
                  rule: Restriction, training: bool):  # fmt: skip
-        self.ref, self.placements, self.cost, self.terms, self.mesh, self.rule, self.training = ref, tuple(placements), cost, terms, mesh, rule, training
+        self.ref, self.placements, self.cost, self.terms, self.mesh = ref, tuple(placements), cost, terms, mesh
+        self.rule, self.training = rule, training
         self.number = {p: i for i, p in enumerate(self.placements)}
         self._code()
         self.full = (1 << len(self.placements)) - 1
@@ -106,7 +107,8 @@ class TensorTable:
         for p in stored:
             memory = cost.storage(ref, p)
             update = (CommunicationCost("synchronise", cost.update(ref, p), False),) if training and ref.requires_grad else ()
-            self.stored.append(Kept(self.number[p], memory, StepCost(None, None, update, None), numbered(terms, StepCost(None, None, update, memory))))
+            both = numbered(terms, StepCost(None, None, update, memory))
+            self.stored.append(Kept(self.number[p], memory, StepCost(None, None, update, None), both))
         self._closure: dict[int, int] = {}
         self._edges: dict[tuple[int, int], tuple[Edge, ...]] = {}
         self._conversions: dict[tuple[int, int, tuple[Communication, ...]], Conversion] = {}

@@ -94,7 +94,7 @@ class ToyCosts:
         return Term((Piece((0.0 if cuts else 3.0 / 2**even,) * len(self.kinds), tuple((c, (3.0 / 2**even,) * len(self.kinds)) for c in cuts[:1])),))
 
     def update(self, ref: TensorRef, placement: Placement) -> Term:
-        return Term(tuple(Piece(tuple(0.1 * v for v in p.const), tuple((c, tuple(0.1 * v for v in s)) for c, s in p.slopes)) for p in self.storage(ref, placement).pieces))
+        return Term(tuple(p.scaled([0.1] * len(self.kinds)) for p in self.storage(ref, placement).pieces))
 
 
 def random_theory(seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, parameters: int = 2, states: int = 2) -> Theory:
