@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 MAX_ALTERNATIONS = 8
+STALLED = 1e-4  # relative improvement below which the alternation ends
+HOPELESS = 1.1  # a view whose first program costs that much more than the best of the others is not balanced further
 SIMULATED = 4  # candidates that the simulator ranks
 
 
@@ -125,7 +127,7 @@ def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | Non
         counters.theory_time += time.perf_counter() - began
         began = time.perf_counter()
         try:
-            found += _Alternation(setting, theory, counters).candidates()
+            found += _Alternation(setting, theory, counters).candidates(min((c.cost for c in found), default=float("inf")))
         except (InsufficientMemoryError, PlanError) as failure:
             failures.append(failure)
         counters.search_time += time.perf_counter() - began
@@ -160,12 +162,12 @@ class _Alternation:
         self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
         self.found: dict[tuple[Any, ...], Candidate] = {}
 
-    def candidates(self) -> list[Candidate]:
-        """All pairs of program and lengths that were met and fit."""
+    def candidates(self, known: float) -> list[Candidate]:
+        """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views."""
         failure: InsufficientMemoryError | None = None
         for ratios in self._starts():
             try:
-                self._alternate(ratios)
+                self._alternate(ratios, known)
             except InsufficientMemoryError as error:
                 failure = failure or error
         if not self.found:
@@ -180,11 +182,13 @@ class _Alternation:
         if isinstance(ratios, tuple):
             return [self._explicit(ratios)]
         if self.setting.start is not None:
-            given = {row: np.array([max(own[c] for c in kind) for kind in self.kinds]) for row, own in self.setting.start.items()}
-            return [{row: given[row] if row in given else speed for row in self.rows}]
+            start = {row: own for row, own in self.setting.start.items() if row in self.rows}
+            given = {row: np.array([max(own[c] for c in kind) for kind in self.kinds]) for row, own in start.items()}
+            return [dict.fromkeys(self.rows, speed) | given]
         # on several axes a search costs more, and ratios that differ only between machines start nearer to the best
         single = np.allclose(even, speed) or len(self.theory.mesh.axes) > 1
-        chosen = {"even": [even], "speed": [speed]}.get(ratios, [speed] if single else [speed, even])
+        both: list[Vector] = [speed] if single else [speed, even]
+        chosen = [even] if ratios == "even" else [speed] if ratios == "speed" else both
         return [dict.fromkeys(self.rows, shares) for shares in chosen]
 
     def _explicit(self, shares: tuple[float, ...]) -> dict[Row, Vector]:
@@ -199,7 +203,7 @@ class _Alternation:
         per = {row: explicit if isinstance(explicit, tuple) else per_device(shares.tolist(), self.kinds) for row, shares in ratios.items()}
         return {**round_ratios(per, self.problem.cuts), **{c: own for c, own in self.fixed.items() if c in self.problem.cuts}}
 
-    def _alternate(self, ratios: dict[Row, Vector]) -> None:
+    def _alternate(self, ratios: dict[Row, Vector], known: float) -> None:
         """Adds what it meets to `found`. Raises InsufficientMemoryError if no program fits at any ratios that were tried."""
         free = self.setting.rule.ratios == "balanced" and bool(self.rows)
         lengths, best = self._lengths(ratios), float("inf")
@@ -209,7 +213,7 @@ class _Alternation:
             goal = objective(solution.steps, solution.storage, len(self.sizes))
             if fits:
                 self._keep(solution, goal, lengths, ratios)
-            if not free:
+            if not free or (fits and solution.cost > HOPELESS * known):
                 return
             balanced = balance(goal, self.sizes, self.capacity, ratios, self.costs.lengths_to_shares(self.fixed))
             if balanced is None:
@@ -219,7 +223,7 @@ class _Alternation:
             ratios = balanced
             lengths = self._rounded(goal, self._lengths(ratios))
             candidate = self._keep(solution, goal, lengths, ratios)
-            if candidate is None or candidate.cost >= best * (1 - 1e-6):
+            if candidate is None or candidate.cost >= best * (1 - STALLED):
                 return
             best = candidate.cost
 
@@ -273,7 +277,7 @@ class _Alternation:
 _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 
 
-# -- plans --------------------------------------------------------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------------------------------------
 
 
 def plan_graphs(

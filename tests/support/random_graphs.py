@@ -37,9 +37,10 @@ class GraphMaker:
         maker.nodes.append(Node(call, (maker.refs[name],), "model", "model.py:1", (None,)))
         return name
 
-    def linear(self, x: str, width: int) -> str:
+    def linear(self, x: str, width: int, with_bias: bool = True) -> str:
         shape = self.refs[x].shape
-        weight, bias = self.parameter(width, shape[-1]), self.parameter(width)
+        weight = self.parameter(width, shape[-1])
+        bias = self.parameter(width) if with_bias else None
         return self.call("aten.linear.default", (*shape[:-1], width), input=x, weight=weight, bias=bias)
 
     def unary(self, x: str, op: str) -> str:
@@ -70,17 +71,18 @@ class GraphMaker:
         return graph
 
 
-def random_graph(seed: int, operators: int = 6, batch: int = 6, widths: tuple[int, ...] = (4, 6, 12)) -> Graph:
-    """A graph of `operators` operators (the final sum included) with skips and shared values."""
+def random_graph(seed: int, operators: int = 6, batch: int = 6, widths: tuple[int, ...] = (4, 6, 12), linears: int = 99, biases: bool = True) -> Graph:
+    """A graph of `operators` operators (the final sum included), at most `linears` of them linear, with skips and shared values."""
     rng = random.Random(seed)
     maker = GraphMaker(batch)
-    values = [maker.linear(maker.input(batch, rng.choice(widths)), rng.choice(widths))]
+    values = [maker.linear(maker.input(batch, rng.choice(widths)), rng.choice(widths), biases)]
     while len(maker.nodes) < operators - 1:
         x = values[-1] if rng.random() < 0.75 else rng.choice(values)
         kind = rng.random()
         alike = [v for v in values if maker.refs[v].shape == maker.refs[x].shape and v != x]
-        if kind < 0.45:
-            values.append(maker.linear(x, rng.choice(widths)))
+        if kind < 0.45 and linears > 1:
+            linears -= 1
+            values.append(maker.linear(x, rng.choice(widths), biases))
         elif kind < 0.65 or not alike:
             values.append(maker.unary(x, rng.choice(("gelu", "relu", "neg"))))
         else:

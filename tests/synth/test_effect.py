@@ -46,6 +46,7 @@ def test_excess_bounds_every_context(seed):
     limit = excess(a, b)
     for _ in range(50):
         start = (0.0, *(tuple(rng.uniform(0, 3) for _ in range(3)) for _ in range(2)))
-        then = random_effect(rng)._replace(forward_pre=tuple(rng.uniform(0, 3) for _ in range(3)), backward_pre=tuple(rng.uniform(0, 3) for _ in range(3)))
+        pre = [tuple(rng.uniform(0, 3) for _ in range(3)) for _ in range(2)]
+        then = random_effect(rng)._replace(forward_pre=pre[0], backward_pre=pre[1])
         more = apply(then, *apply(a, *start))[0] - apply(then, *apply(b, *start))[0]
         assert more <= limit + 1e-12

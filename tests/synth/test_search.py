@@ -87,7 +87,7 @@ def test_bound_never_exceeds_what_is_left(seed):
     assert estimates[-1] > 0.5 * best
 
 
-@pytest.mark.parametrize("seed", (7, 24, 31))
+@pytest.mark.parametrize("seed", (7, 26, 31))
 def test_given_storage_is_kept(seed):
     theory, costs, shares = case(seed)
     for placement in theory.stored["w0"]:
@@ -96,8 +96,9 @@ def test_given_storage_is_kept(seed):
         replay(solution.program, theory, solution.storage_of)
 
 
-def test_as_used_never_gathers():
-    theory, costs, shares = case(31)
+@pytest.mark.parametrize("seed", (7, 29, 42))
+def test_as_used_never_gathers(seed):
+    theory, costs, shares = case(seed)
     solution = synthesize(theory, costs, shares, restriction=Restriction(forms=PADDED, storage="as-used"))
     for instruction in solution.program.instructions:
         t = instruction.triple

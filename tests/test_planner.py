@@ -1,0 +1,91 @@
+"""The planner: views, baselines, alternation, memory, further programs. Small graphs, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hapx.cluster.spec import ClusterSpec
+from hapx.errors import HapError, InsufficientMemoryError
+from hapx.graph.segments import graph_hash
+from hapx.ir import Graph
+from hapx.planner import extend, key_of, plan_graphs, views
+from hapx.restriction import AUTO, BASELINES, Restriction
+from hapx.states import Sharded
+from hapx.verify import verify
+from support.theories import mlp as unhashed
+
+
+def mlp(batch: int = 8) -> Graph:
+    graph = unhashed(batch)
+    return replace(graph, hash=graph_hash(graph))
+
+
+def cluster(*machines: list[str], inter: str = "100 Gbit/s", memory: str = "16 GiB") -> ClusterSpec:
+    types = {
+        "fast": {"flops": 16e12, "memory": memory, "memory_bandwidth": "900 GB/s", "kernel_latency": "1 us"},
+        "slow": {"flops": 4e12, "memory": memory, "memory_bandwidth": "400 GB/s", "kernel_latency": "1 us"},
+    }
+    used = {name for m in machines for name in m}
+    return ClusterSpec.load({
+        "name": "test",
+        "machines": [{"name": f"m{i}", "devices": list(m)} for i, m in enumerate(machines)],
+        "device_types": {n: {k: v for k, v in t.items() if k != "kernel_latency"} for n, t in types.items() if n in used},
+        "network": {"inter": {"bandwidth": inter, "latency": "5 us"}, "intra": {"bandwidth": "100 GB/s", "latency": "2 us"}},
+    })  # fmt: skip
+
+
+def test_views_of_two_machines():
+    names = [m.name for m in views(cluster(["fast"] * 4, ["slow"] * 4), AUTO)]
+    assert names == ["flat", "4x2", "2x4"]
+    two = views(cluster(["fast"] * 4, ["slow"] * 4), Restriction(mesh="two-level"))
+    assert [m.name for m in two] == ["2x4"] and two[0].axes[0].kind == "machines" and two[0].uneven == 0
+
+
+def test_views_need_equal_groups_inside_a_machine():
+    assert [m.name for m in views(cluster(["fast", "slow"], ["fast", "slow"]), AUTO)] == ["flat"]
+    assert [m.name for m in views(cluster(["fast"] * 2, ["slow"]), AUTO)] == ["flat"]
+    assert [m.name for m in views(cluster(["fast"]), AUTO)] == ["flat"]
+    with pytest.raises(HapError, match=r"no mesh view '3x2'.*flat"):
+        views(cluster(["fast"] * 4), Restriction(mesh="3x2"))
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_verify(name):
+    plan = plan_graphs([mlp()], cluster(["fast", "fast"], ["slow", "slow"]), strategy=name)
+    verify(plan)
+    assert sum(plan.shares) == pytest.approx(1) and len(plan.memory) == 4
+    assert plan.iteration_time > 0 and plan.statistics["alternations"] >= 1
+
+
+def test_balanced_is_not_slower_than_its_baselines():
+    on = cluster(["fast", "fast"], ["slow", "slow"])
+    ratios = ("balanced", "even", "speed")
+    balanced, *others = (plan_graphs([mlp()], on, strategy=Restriction(mesh="flat", ratios=r)).iteration_time for r in ratios)
+    assert balanced <= min(others) * (1 + 1e-9)
+
+
+def test_explicit_ratios_are_used():
+    plan = plan_graphs([mlp()], cluster(["fast"] * 4), strategy=Restriction(mesh="flat", split="batch", ratios=(0.5, 0.25, 0.25, 0.0)))
+    verify(plan)
+    assert plan.shares == pytest.approx((0.5, 0.25, 0.25, 0.0))
+    with pytest.raises(HapError, match="4 numbers"):
+        plan_graphs([mlp()], cluster(["fast"] * 4), strategy=Restriction(mesh="flat", ratios=(0.5, 0.5)))
+
+
+def test_nothing_fits():
+    with pytest.raises(InsufficientMemoryError, match="no program fits"):
+        plan_graphs([mlp()], cluster(["fast"] * 2, memory="2 KiB"))
+
+
+def test_extend_keeps_the_storage_and_its_lengths():
+    on = cluster(["fast", "fast"], ["slow", "slow"])
+    plan = plan_graphs([mlp()], on, strategy=Restriction(mesh="flat", split="batch", storage="sharded", ratios="balanced"))
+    short = mlp(batch=6)
+    longer = extend(plan, short, key_of(short))
+    verify(longer)
+    assert longer.storage == plan.storage and len(longer.graphs) == 2
+    first, second = longer.stages[0].lengths.values()
+    stored = {s.cut for x in plan.storage for s in x.copies[0].placement.states if isinstance(s, Sharded)}
+    assert stored and all(first[c] == second[c] for c in stored)
