@@ -144,6 +144,8 @@ class _Recorder(TorchFunctionMode):
     def _refuse(self, function: FrameType, checkpoint: FrameType | None, mark: Mark) -> None:
         """Tracing goes through the forward of an autograd.Function and loses its backward, without a word."""
         name = getattr(function.f_locals.get("cls"), "__name__", "Function")
+        if checkpoint is not None and name == "_NoopSaveInputs":  # how torch before 2.13 starts a non-reentrant checkpoint
+            return
         if checkpoint is not None and name == "CheckpointFunction":
             raise CaptureError(
                 "a reentrant checkpoint cannot be captured: its gradients would be lost", where=mark.where, hint="pass use_reentrant=False"

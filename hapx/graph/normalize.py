@@ -115,7 +115,8 @@ class Emitter:
         plain = tuple((k, arguments.plain_value(v, call.where, _to_ref)) for k, v in bound.items())
         devices = arguments.device_arguments(op)
         plain = tuple((k, None if k in devices else v) for k, v in plain)
-        node = Node(OpCall(name_of(op), plain), tuple(outputs), call.module, call.mark.source, (None,) * len(outputs))
+        tags = ("random",) if arguments.is_random(op) else ()
+        node = Node(OpCall(name_of(op), plain), tuple(outputs), call.module, call.mark.source, (None,) * len(outputs), tags)
         self.normal.nodes.append(node)
         self.normal.marks.append(call.mark)
 

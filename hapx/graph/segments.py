@@ -189,8 +189,8 @@ def graph_hash(graph: Graph) -> str:
     lines, and what is derived from the calls (segments, blocks, batch dims)."""
     digest = hashlib.sha256()
     parts: list[object] = [graph.mode, graph.batch, graph.input_names, graph.tied]
-    parts += [(r.name, r.shape, r.dtype, r.kind.value, r.requires_grad) for r in sorted(graph.refs.values(), key=lambda r: r.name)]
-    parts += [(n.call.target, n.call.args, tuple(o.name for o in n.outputs)) for n in graph.nodes]
+    parts += [(r.name, r.shape, r.dtype, r.kind.value, r.requires_grad, r.mutated) for r in sorted(graph.refs.values(), key=lambda r: r.name)]
+    parts += [(n.call.target, n.call.args, tuple(o.name for o in n.outputs), n.tags) for n in graph.nodes]
     parts += [(o.tensor, o.role, o.target) for o in graph.outputs]
     parts += [(r.kind, r.start, r.stop, r.options) for r in graph.regions]
     parts += sorted(graph.constants.items())

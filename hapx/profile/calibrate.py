@@ -1,9 +1,10 @@
 """Measures what the devices and links of a cluster really do, in about two seconds.
 
 In: a cluster, and the process group if there is one (then every rank calls it, rank = number of the device). Out: the same cluster with
-measured numbers: FLOP/s of matrix products (efficiency 1.0), memory bandwidth, latency of one kernel, and the links. Every number is a
-median of repeats. Devices of one type whose speeds differ by less than `SNAP` are one type and get its median (so that the planner sees
-few kinds); others become types of their own, "my-core-1", "my-core-2". Every rank returns the same cluster.
+measured numbers: FLOP/s of matrix products (efficiency 1.0), the memory bandwidth that element-wise operators reach, the time that a kernel
+takes to start, and the links. Every number is a median of repeats. Devices of one type whose speeds differ by less than `SNAP` are one type
+and get its median (so that the planner sees few kinds); others become types of their own, "my-core-1", "my-core-2". Every rank returns the
+same cluster.
 
 Links follow the alpha-beta model of `hapx.cost.network` (m devices, N bytes, latency a, bandwidth b):
 
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import gelu, layer_norm
 
 from hapx.cluster.spec import PRECISIONS, ClusterSpec, DeviceType, Link, Machine
 from hapx.errors import LaunchError
@@ -34,7 +36,7 @@ SNAP = 0.15
 REPEATS = 5
 MATRICES = ((512, 256, 1024), (1024, 160, 640), (2048, 512, 512))  # rows (tokens) x inner x columns: the sizes of small models
 GPU_MATRICES = ((4096, 1024, 4096), (8192, 2048, 2048), (16384, 768, 3072))
-COPY_BYTES, GPU_COPY_BYTES = 16 * 2**20, 256 * 2**20
+ELEMENTS, GPU_ELEMENTS = (1024, 512), (16384, 2048)  # rows and columns of the tensors between products
 SMALL_MESSAGE, LARGE_MESSAGE = 4 * 2**10, 4 * 2**20
 
 Clock = Callable[[], float]
@@ -87,7 +89,7 @@ def calibrate(
 def measure_device(
     device: torch.device, precision: str = "float32", seconds: float = 1.0, *, clock: Clock | None = None, pause: Callable[[], None] | None = None
 ) -> Measured:
-    """What this device reaches: products of matrices with the sizes of models, copies of memory, and empty kernels."""
+    """What this device reaches in products and element-wise operators with the sizes of models, and in operators on almost nothing."""
     gpu = device.type != "cpu"
     timer = _Timer(device, clock or time.perf_counter, pause or (lambda: None))
     dtype = getattr(torch, precision)
@@ -99,17 +101,30 @@ def measure_device(
             product()
 
     flops = timer.rate(sum(2.0 * m * k * n for m, k, n in sizes), multiply, seconds / 2)
-    size = GPU_COPY_BYTES if gpu else COPY_BYTES
-    source = torch.ones(size // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    bandwidth = timer.rate(2.0 * size, lambda: target.copy_(source), seconds / 4)
-    tiny = torch.ones(8, device=device)
+    rows, width = GPU_ELEMENTS if gpu else ELEMENTS
+    chain = _Chain(torch.ones(rows, width, dtype=dtype, device=device, requires_grad=True), 1)
+    bandwidth = timer.rate(chain.bytes, chain.run, seconds / 4)
+    short = _Chain(torch.ones(4, 8, dtype=dtype, device=device, requires_grad=True), 10)
+    return Measured(flops, bandwidth, 1.0 / timer.rate(float(short.kernels), short.run, seconds / 4))
 
-    def kernels() -> None:
-        for _ in range(100):
-            tiny.add_(1.0)
 
-    return Measured(flops, bandwidth, 1.0 / timer.rate(100.0, kernels, seconds / 4))
+class _Chain:
+    """Sum, layer norm and GELU, `repeat` times, forward and backward: what a model does between its products. Large tensors show the memory
+    bandwidth that such operators reach, tiny ones the time that a kernel takes to start (autograd included).
+
+    Bytes and kernels are counted as the cost model counts them: what is read and written forward, twice that backward; one kernel each."""
+
+    def __init__(self, x: torch.Tensor, repeat: int):
+        self.x, self.repeat = x, repeat
+        self.scale = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device, requires_grad=True)
+        self.bytes, self.kernels = float(3 * (3 + 2 + 2) * repeat * x.nbytes), 2 * 3 * repeat
+
+    def run(self) -> None:
+        y = self.x
+        for _ in range(self.repeat):
+            y = gelu(layer_norm(y + self.x, self.scale.shape, self.scale))
+        y.backward(torch.ones_like(y))
+        self.x.grad = self.scale.grad = None
 
 
 def _product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:

@@ -13,11 +13,12 @@ from random import Random
 
 import pytest
 
-from hapx.plan import Form, Plan
+from hapx.plan import Form, Plan, Triple
+from hapx.states import Sharded
 from hapx.verify import verify
 from support.cases import CASES, MESHES, Case, assert_case, executor_alone
 from support.equivalence import train_single, uses_of
-from support.random_programs import random_plan
+from support.random_programs import Taste, random_plan
 
 QUICK = [
     *(("mlp", mesh, seed) for mesh, seed in (("2", 3), ("3", 0), ("4", 1), ("2x2", 10))),
@@ -47,6 +48,18 @@ def test_random_programs(case: str, mesh: str, seed: int) -> None:
     plan = plan_of(case, mesh, seed)
     verify(plan)
     assert_case(CASES[case], plan)
+
+
+@pytest.mark.parametrize("mesh", ["3", "2x2"])
+def test_running_statistics_in_shards(mesh: str) -> None:
+    """Where the channels of a batch norm are split, its running statistics are stored so, and updated where they are."""
+
+    def by_channels(triple: Triple) -> bool:
+        return any("running" in p.tensor and isinstance(p.placement.states[0], Sharded) for p in triple.pre)
+
+    plan = random_plan(CASES["cnn"].theory(MESHES[mesh]), Random(0), Taste(wanted=by_channels))
+    assert all(isinstance(plan.storage_of[f"bn{i}.running_var"].copies[0].placement.states[0], Sharded) for i in (1, 2))
+    assert_case(CASES["cnn"], plan)
 
 
 @pytest.mark.slow

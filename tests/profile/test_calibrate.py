@@ -107,7 +107,7 @@ def test_without_processes_all_devices_are_like_this_one() -> None:
     assert result.machines[0].intra == cluster.machines[0].intra
     (kind,) = result.device_types.values()
     assert 1e8 < kind.speed("float32") < 1e13
-    assert 1e-8 < kind.kernel_latency < 1e-3
+    assert 1e-7 < kind.kernel_latency < 1e-2
 
 
 def _calibrate(spec: dict[str, object]) -> dict[str, object]:

@@ -20,6 +20,7 @@ from hapx.plan import Axis, Communication, Copy, Form, Instruction, Mesh, Plan, 
 from hapx.restriction import Restriction
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Property, Row, Sharded, State
 from hapx.transposes import TRANSPOSES
+from hapx.verify import predictions
 
 LETTERS: Mapping[str, State] = {"R": REPLICATED, "I": INVARIANT, "P": PARTIAL}
 FORMED = {"all_gather", "reduce_scatter"}
@@ -119,13 +120,20 @@ class Draft:
         gives = tuple(Property(o.tensor, self.at[o.tensor]) for o in self.graph.outputs)
         program = Program(key, self.mesh, tuple(self.instructions), tuple(self.needs), gives)
         rows: dict[Row, tuple[float, ...]] = {c.row: tuple(n / c.units for n in ns) for c, ns in self.lengths.items()}
-        stage = Stage(tuple(range(count)), (0, 1), self.mesh, rows, {key: self.lengths}, {key: program})
+        stage = Stage(tuple(range(count)), (0, len(self.graph.nodes)), self.mesh, rows, {key: self.lengths}, {key: program})
         tied = {group[0]: group[1:] for group in self.graph.tied}
         storage = tuple(Storage(n, tied.get(n, ()), (Copy(0, p),)) for n, p in self.storage.items())
-        return Plan(
+        plan = Plan(
             1, {key: self.graph}, cluster(machines or [count]), Restriction(), storage, (stage,), (), None, 1.0, (0,) * count,
             tuple(shares or [1 / count] * count), "float64", "adamw", {},
         )  # fmt: skip
+        return predicted(plan)
+
+
+def predicted(plan: Plan) -> Plan:
+    """The plan with the predictions of the cost model."""
+    time, memory, shares = predictions(plan)
+    return replace(plan, iteration_time=time, memory=memory, shares=shares)
 
 
 def make_graph(

@@ -23,7 +23,7 @@ from hapx.theory.conversion import ALL_FORMS, paths
 from hapx.theory.replay import replay
 from hapx.theory.triple import Theory
 from hapx.verify import cuts_of
-from support.plans import cluster
+from support.plans import cluster, predicted
 
 Path = tuple[Communication, ...]
 TRIES = 400
@@ -209,17 +209,18 @@ def random_plan(theory: Theory, rng: Random, taste: Taste | None = None, deal: D
 
 
 def make_plan(graph: Graph, program: Program, storage: Mapping[str, Placement], lengths: Mapping[Cut, tuple[int, ...]]) -> Plan:
-    """A plan of one program; its shares and predictions mean nothing."""
+    """A plan of one program."""
     mesh, key = program.mesh, program.key
     count = prod(mesh.sizes)
     rows: dict[Row, tuple[float, ...]] = {c.row: tuple(n / c.units for n in ns) for c, ns in lengths.items()}
-    stage = Stage(tuple(range(count)), (0, 1), mesh, rows, {key: dict(lengths)}, {key: program})
+    stage = Stage(tuple(range(count)), (0, len(graph.nodes)), mesh, rows, {key: dict(lengths)}, {key: program})
     tied = {group[0]: group[1:] for group in graph.tied}
     stored = tuple(Storage(n, tied.get(n, ()), (Copy(0, p),)) for n, p in storage.items())
-    return Plan(
+    plan = Plan(
         1, {key: graph}, _cluster(mesh.sizes), Restriction(), stored, (stage,), (), None,
         1.0, (0,) * count, (1 / count,) * count, "float64", "sgd", {},
     )  # fmt: skip
+    return predicted(plan)
 
 
 @cache
