@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 MAX_ALTERNATIONS = 8
-STALLED = 1e-4  # relative improvement below which the alternation ends
+STALLED = 1e-3  # relative improvement below which the alternation ends
 HOPELESS = 1.1  # a view whose first program costs that much more than the best of the others is not balanced further
 SIMULATED = 4  # candidates that the simulator ranks
 
@@ -213,6 +213,7 @@ class _Alternation:
             goal = objective(solution.steps, solution.storage, len(self.sizes))
             if fits:
                 self._keep(solution, goal, lengths, ratios)
+                best = min(best, solution.cost)
             if not free or (fits and solution.cost > HOPELESS * known):
                 return
             balanced = balance(goal, self.sizes, self.capacity, ratios, self.costs.lengths_to_shares(self.fixed))

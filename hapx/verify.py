@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from math import isclose, prod
 
+from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
 from hapx.errors import HapError, PlanError
 from hapx.graph.segments import find_blocks, graph_hash
@@ -82,7 +83,8 @@ def _verify_frame(plan: Plan) -> None:
 
 
 def _verify_mesh(plan: Plan, mesh: Mesh) -> None:
-    """All devices in order; at most one axis uneven; groups along the inner axis are equal devices of one machine."""
+    """All devices of a possible cluster in order; at most one axis uneven."""
+    ClusterSpec.load(plan.cluster.to_dict())  # raises for numbers that no cluster file may have
     devices = plan.cluster.devices
     if mesh.devices != tuple(range(len(devices))) or prod(mesh.sizes) != len(devices):
         raise PlanError(f"mesh devices {mesh.devices} in {'x'.join(map(str, mesh.sizes))} are not the cluster's", where="mesh")

@@ -18,7 +18,9 @@ from support.theories import mlp as unhashed
 
 
 def mlp(batch: int = 8) -> Graph:
+    """As capture leaves a graph: batch dims are found later, and it has its hash."""
     graph = unhashed(batch)
+    graph = replace(graph, nodes=tuple(replace(n, batch_dims=(None,) * len(n.outputs)) for n in graph.nodes))
     return replace(graph, hash=graph_hash(graph))
 
 

@@ -19,13 +19,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hapx.cluster.spec import ClusterSpec
+from hapx.cluster.spec import PRECISIONS, ClusterSpec
 from hapx.cost import memory
 from hapx.cost.compute import Work, hidden, is_view, work
 from hapx.cost.memory import UPDATE_PASSES
 from hapx.cost.network import AxisLinks, Network
 from hapx.cost.terms import Piece, Term, Vector, maximum
 from hapx.cost.view import View
+from hapx.errors import HapError
 from hapx.ir import Graph, Kind, Node, OpCall, Ref, TensorRef
 from hapx.layout import Lengths
 from hapx.plan import Axes, Communication, Form, Triple
@@ -73,13 +74,16 @@ class CostModel:
     precision: the one that float32 products run at ("fp32", "tf32", "bf16", ...; other dtypes have their own). optimizer: a name of
     `hapx.cost.memory.STATES`. `kinds`: coordinates along the uneven axis of each kind; `sizes`: how many; `speeds`: relative speed of a coordinate of
     each kind (speeds x sizes sum to 1); `capacity`: bytes that may be used on a device of each kind. With `lengths`, every term is a constant
-    at these lengths, exact where even axes cut uneven pieces. Raises HapError for an unknown optimizer."""
+    at these lengths, exact where even axes cut uneven pieces. Raises HapError for an unknown precision or optimizer."""
 
     def __init__(
         self, theory: Theory, cluster: ClusterSpec, precision: str, optimizer: str, mode: Literal["train", "eval"], *, lengths: Lengths | None = None
     ):
         self.theory, self.cluster, self.precision, self.optimizer, self.mode = theory, cluster, precision, optimizer, mode
         self.graph: Graph = theory.graph
+        known = dict.fromkeys([*PRECISIONS, *(dtype for kind in cluster.device_types.values() for dtype in kind.flops)])
+        if precision not in known:
+            raise HapError(f"unknown precision {precision!r}", where="precision", allowed=", ".join(known))
         self.view = View(theory.mesh, cluster, lengths)
         self.links: tuple[AxisLinks, ...] = Network(self.view).axes
         self.kinds: tuple[tuple[int, ...], ...] = self.view.kinds

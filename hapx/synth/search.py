@@ -34,7 +34,7 @@ from hapx.synth.problem import Problem, build, sources
 from hapx.synth.tables import TensorTable, Values, numbered
 from hapx.theory.triple import Theory
 
-BEAMS = (1, 8)
+BEAMS = (1, 4)
 BUDGET = 12_000  # partial programs that one search generates at most, once it has a program
 
 
