@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import hapx
 from hapx.profile.calibrate import calibrate
-from hapx.profile.throttle import Throttle, attach
+from hapx.profile.throttle import Throttle, attach, slowed
 from hapx.report.table import plan_table
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -38,6 +38,7 @@ SLOWED = (0.48, 0.48, 0.12, 0.12)  # shares of a core: 4:4:1:1, 1.2 cores in all
 BATCH, CONTEXT = 64, 64
 WIDTH, HEADS, LAYERS = 192, 6, 3
 LEARNING_RATE, WARMUP, MAX_NORM = 3e-3, 15, 1.0
+BEGAN = time.perf_counter()
 STRATEGIES = {"even": "dp-even", "proportional": "dp-proportional", "hapx": "auto"}
 
 
@@ -46,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cluster", default=str(Path(__file__).parents[1] / "cluster_specs" / "laptop-4.yaml"), help="cluster file with one device per rank"
     )
-    parser.add_argument("--steps", type=int, default=200, help="training steps at full speed")
+    parser.add_argument("--steps", type=int, default=160, help="training steps at full speed")
     parser.add_argument("--timed", type=int, default=20, help="timed steps of each of the three plans")
     parser.add_argument("--out", default="runs/demo", help="directory for plans, curve, text and numbers")
     return parser.parse_args()
@@ -57,7 +58,6 @@ def main() -> None:
     device = start()
     rank = dist.get_rank()
     say = print_line if rank == 0 else silent
-    began = time.perf_counter()
     cluster = hapx.ClusterSpec.load(args.cluster)
     text = standard_library()
     out = Path(args.out)
@@ -72,17 +72,18 @@ def main() -> None:
 
     heading(say, "1  calibrate")
     full = calibrate(cluster, device=device)
-    slowed = calibrate(cluster, device=device, seconds=0.8, clock=throttle.clock, pause=throttle.pay) if min(speeds) < 1 else full
     say(f"at full speed   {rates(full)}")
+    slow = full
     if min(speeds) < 1:
-        say(f"slowed          {rates(slowed)}")
+        slow = slowed(calibrate(cluster, device=device, clock=time.thread_time), speeds)
+        say(f"slowed          {rates(slow)}   (for the comparison below: {':'.join(f'{s / min(speeds):g}' for s in speeds)})")
     say(f"link            {full.machines[0].intra}")
 
     heading(say, "2  plan")
     models = {}
     for name, strategy in STRATEGIES.items():
         torch.manual_seed(0)
-        models[name] = hapx.HAP(model_of(text), slowed, text.batch(BATCH, CONTEXT, generator(0)), strategy=strategy)
+        models[name] = hapx.HAP(model_of(text), slow, text.batch(BATCH, CONTEXT, generator(0)), strategy=strategy)
     say(plan_table(models["hapx"].plan, models["even"].plan))
     if rank == 0:
         for name, model in models.items():
@@ -111,7 +112,7 @@ def main() -> None:
         say(f"validation loss  {validation:.3f} nats, {text.entropy - validation:.3f} below the text's unigram entropy of {text.entropy:.3f}")
         numbers |= {"validation_loss": validation, "unigram_entropy": text.entropy, "tokens_per_second": rate, "losses": losses}
         report(out, text, state, losses, numbers)
-        say(f"total time       {time.perf_counter() - began:.0f} s")
+        say(f"total time       {time.perf_counter() - BEGAN:.0f} s")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -151,7 +152,7 @@ def silent(line: str = "") -> None:
 
 
 def heading(say: Callable[[str], None], title: str) -> None:
-    say(f"\n-- {title} " + "-" * (70 - len(title)))
+    say(f"\n-- {title} {'-' * (70 - len(title))} {time.perf_counter() - BEGAN:.0f} s")
 
 
 # ---- the model and its data --------------------------------------------------------------------------------------------
@@ -339,4 +340,9 @@ def draw(path: Path, losses: Sequence[float], numbers: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except hapx.HapError as error:  # every rank has it; one says it
+        if os.environ["RANK"] == "0":
+            print_line(f"{type(error).__name__}: {error}")
+        os._exit(1)

@@ -96,7 +96,7 @@ class Counters:
 
     def as_dict(self) -> dict[str, Any]:
         times = {"theory_time": self.theory_time, "search_time": self.search_time, "simulation_time": self.simulation_time}
-        counts = {name: getattr(self.search, name) for name in ("expansions", "generated", "dominated", "bounded")}
+        counts = {name: getattr(self.search, name) for name in ("expansions", "generated", "dominated", "bounded", "unproven")}
         return {**times, **counts, "alternations": self.alternations, "views": tuple(self.views)}
 
 

@@ -101,6 +101,7 @@ class CostModel:
         self._by_triple: dict[int, tuple[Triple, StepCost]] = {}
         self._by_form: dict[Any, StepCost] = {}
         self._conversions: dict[Any, StepCost] = {}
+        self._steps: dict[Any, list[CommunicationCost]] = {}
 
     def at_lengths(self, lengths: Lengths) -> CostModel:
         """The same model at concrete lengths: only coordinates that also have equal lengths are one kind."""
@@ -253,13 +254,21 @@ class CostModel:
         for step in reversed(path):  # placements on the way follow from the target backwards
             assert after.states[step.axis] == step.target, (path, target)
             before = after.with_state(step.axis, step.source)
-            found[:0] = self._step(ref, step, before, after)
+            found[:0] = self._priced_step(ref, step, before, after)
             makes |= forward_collective(step.source, step.target) is not None
             after = before
         free = any(step.free for step in path)
         keeps = self.mode == "train" and makes and not free and ref.name in self._kept and not _partial(target)
         held = maximum([self._part(target, float(ref.bytes), bound=True)]) if keeps else None
         return StepCost(None, None, tuple(found), held) if found or held is not None else FREE
+
+    def _priced_step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
+        """`_step`, once for all that cost the same: of the other axes only how they cut matters."""
+        others = tuple([-1 if not isinstance(s, Sharded) else self._number(s) for a, s in enumerate(after.states) if a != step.axis])
+        key = (ref.bytes, ref.kind is Kind.PARAMETER, self._number(step), others, after.nest)
+        if key not in self._steps:
+            self._steps[key] = self._step(ref, step, before, after)
+        return self._steps[key]
 
     def _step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
         found: list[CommunicationCost] = []
@@ -277,9 +286,9 @@ class CostModel:
         return found
 
     def _collective(self, name: str | None, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> Term | None:
-        links, whole = self.links[step.axis], self._part(_whole_on(after, (step.axis,)), float(ref.bytes))
         if name is None:
             return None
+        links, whole = self.links[step.axis], self._part(_whole_on(after, (step.axis,)), float(ref.bytes))
         if name == "all_reduce":
             return links.all_reduce(whole)
         if name == "all_to_all":

@@ -2,7 +2,7 @@
 
 In: a cluster, and the process group if there is one (then every rank calls it, rank = number of the device). Out: the same cluster with
 measured numbers: FLOP/s of matrix products (efficiency 1.0), the memory bandwidth that element-wise operators reach, the time that a kernel
-takes to start, and the links. Every number is a median of repeats. Devices of one type whose speeds differ by less than `SNAP` are one type
+takes to start, and the links. Every number is a median of repeats. Devices of one type whose speeds are alike are one type
 and get its median (so that the planner sees few kinds); others become types of their own, "my-core-1", "my-core-2". Every rank returns the
 same cluster.
 
@@ -12,8 +12,8 @@ Links follow the alpha-beta model of `hapx.cost.network` (m devices, N bytes, la
 
 each solved for a and b from a small and a large message; the mean of the two collectives counts.
 
-With `clock` the time of computations is read from another clock than the wall's (a `Throttle`'s, for slowed devices); communication is
-always measured on the wall.
+With `clock` the time of computations is read from another clock than the wall's (`time.thread_time`: what a core does for this process
+alone); communication is always measured on the wall.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def calibrate(
     seconds: float = 2.0,
     clock: Clock | None = None,
     pause: Callable[[], None] | None = None,
+    snap: float | None = None,
 ) -> ClusterSpec:
     """The cluster with measured numbers. A collective call if a process group is there; then its size must be that of the cluster.
 
@@ -67,7 +68,9 @@ def calibrate(
         precision: dtype of the products; its FLOP/s are replaced, other dtypes keep their speed.
         seconds: about how long all of it may take.
         clock: what computations cost, in seconds; default is the wall clock (after the device has finished).
-        pause: called between repeats (a throttle's `pay`, so that devices disturb each other as little as they will in training).
+        pause: called between repeats.
+        snap: devices of one type whose speeds differ by less than this part are alike. Default: `SNAP` for GPUs; 1, always alike, for CPU
+            processes, which share cores: what differs between them is the scheduler's work, not the device's.
     """
     device, grouped = torch.device(device), dist.is_available() and dist.is_initialized()
     if grouped and dist.get_world_size() != cluster.num_devices:
@@ -79,7 +82,8 @@ def calibrate(
         dist.barrier()  # all at once, as in training
     mine = measure_device(device, precision, share, clock=clock, pause=pause)
     every = _gathered(asdict(mine)) if grouped else [asdict(mine)] * cluster.num_devices
-    result = with_devices(cluster, [Measured(**m) for m in every], precision)
+    near = snap if snap is not None else (1.0 if device.type == "cpu" else SNAP)
+    result = with_devices(cluster, [Measured(**m) for m in every], precision, near)
     return with_links(result, _measure_links(cluster, device, seconds - share)) if grouped and cluster.num_devices > 1 else result
 
 
@@ -242,13 +246,13 @@ def _gathered(value: Any) -> list[Any]:
     return every
 
 
-def with_devices(cluster: ClusterSpec, measured: Sequence[Measured], precision: str = "float32") -> ClusterSpec:
+def with_devices(cluster: ClusterSpec, measured: Sequence[Measured], precision: str = "float32", near: float = SNAP) -> ClusterSpec:
     """The cluster with these numbers, one per device; similar devices of one type stay one type."""
     assert len(measured) == cluster.num_devices
     names: dict[int, str] = {}
     types: dict[str, DeviceType] = {}
     for name, old in cluster.device_types.items():
-        groups = snap({d.index: measured[d.index].flops for d in cluster.devices if d.type == name})
+        groups = alike({d.index: measured[d.index].flops for d in cluster.devices if d.type == name}, near)
         for i, members in enumerate(groups):
             new = name if len(groups) == 1 else f"{name}-{i + 1}"
             types[new] = _measured_type(replace(old, name=new), [measured[d] for d in members], precision)
@@ -258,11 +262,11 @@ def with_devices(cluster: ClusterSpec, measured: Sequence[Measured], precision: 
     return replace(cluster, machines=machines, device_types=types, profile=None)
 
 
-def snap(speeds: Mapping[int, float]) -> list[list[int]]:
-    """Devices by speed, fastest first, in groups whose members differ by less than `SNAP`."""
+def alike(speeds: Mapping[int, float], near: float = SNAP) -> list[list[int]]:
+    """Devices by speed, fastest first, in groups whose members differ by less than `near`."""
     groups: list[list[int]] = []
     for device in sorted(speeds, key=lambda d: (-speeds[d], d)):
-        if not groups or speeds[device] < (1 - SNAP) * speeds[groups[-1][0]]:
+        if not groups or speeds[device] < (1 - near) * speeds[groups[-1][0]]:
             groups.append([])
         groups[-1].append(device)
     return groups

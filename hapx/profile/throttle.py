@@ -18,10 +18,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from hapx.cluster.spec import ClusterSpec, DeviceType
 from hapx.collectives.communicator import Communicator, Handle
 from hapx.errors import HapError
 from hapx.plan import Form
@@ -55,10 +57,6 @@ class Throttle:
             self._sleep(debt)
         self.restart()
 
-    def clock(self) -> float:
-        """Seconds that this thread has computed, as the slowed device counts them: for calibration."""
-        return self._cpu() / self.speed
-
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Around waiting for others: the debt is paid before, and time inside is not counted."""
@@ -67,6 +65,23 @@ class Throttle:
             yield
         finally:
             self.restart()
+
+
+def slowed(cluster: ClusterSpec, speeds: Sequence[float]) -> ClusterSpec:
+    """The cluster as the planner must see it when every device runs at its speed (one per device): `cluster` holds what a core does per
+    second of CPU time (`calibrate` with `clock=time.thread_time`), and a throttle makes 1 / speed seconds of it, whatever is computed."""
+    if len(speeds) != cluster.num_devices:
+        raise HapError(f"{len(speeds)} speeds", where="throttle", allowed=f"{cluster.num_devices}, one per device")
+    names = [device.type if speed == 1 else f"{device.type}-at-{speed:g}" for device, speed in zip(cluster.devices, speeds, strict=True)]
+    types = {name: _at_speed(cluster.type_of(d), name, speeds[d]) for d, name in enumerate(names)}
+    place = iter(names)
+    machines = tuple(replace(m, devices=tuple(next(place) for _ in m.devices)) for m in cluster.machines)
+    return replace(cluster, machines=machines, device_types=types, profile=None)
+
+
+def _at_speed(kind: DeviceType, name: str, speed: float) -> DeviceType:
+    flops = {dtype: value * speed for dtype, value in kind.flops.items()}
+    return replace(kind, name=name, flops=flops, memory_bandwidth=kind.memory_bandwidth * speed, kernel_latency=kind.kernel_latency / speed)
 
 
 def attach(throttle: Throttle, model: HAP) -> None:

@@ -17,9 +17,9 @@ from hapx.profile.calibrate import (
     SMALL_MESSAGE,
     Links,
     Measured,
+    alike,
     calibrate,
     measure_device,
-    snap,
     solve_link,
     with_devices,
     with_links,
@@ -34,9 +34,9 @@ def measured(*tflops: float) -> list[Measured]:
 
 
 def test_similar_devices_are_one_group() -> None:
-    assert snap({0: 1.0, 1: 4.0, 2: 3.6, 3: 0.95}) == [[1, 2], [0, 3]]
-    assert snap({0: 1.0, 1: 0.9, 2: 0.8, 3: 0.7}) == [[0, 1], [2, 3]]  # by distance to the fastest of the group, not in a chain
-    assert snap({}) == []
+    assert alike({0: 1.0, 1: 4.0, 2: 3.6, 3: 0.95}) == [[1, 2], [0, 3]]
+    assert alike({0: 1.0, 1: 0.9, 2: 0.8, 3: 0.7}) == [[0, 1], [2, 3]]  # by distance to the fastest of the group, not in a chain
+    assert alike({}) == []
 
 
 def test_equal_devices_keep_their_type_with_measured_numbers() -> None:
@@ -54,6 +54,12 @@ def test_unequal_devices_of_one_type_become_types_of_their_own() -> None:
     assert [d.type for d in result.devices] == ["my-core-1", "my-core-1", "my-core-2", "my-core-2"]
     assert [result.type_of(i).speed("float32") for i in range(4)] == pytest.approx([4.05e12, 4.05e12, 1e12, 1e12])
     assert ClusterSpec.load(result.to_dict()) == result
+
+
+def test_processes_that_share_cores_are_one_type() -> None:
+    cluster = with_devices(ClusterSpec.load(SPECS / "laptop-4.yaml"), measured(4.0, 2.0, 1.0, 1.0), near=1.0)
+    assert [d.type for d in cluster.devices] == ["my-core"] * 4
+    assert cluster.type_of(0).speed("float32") == 1.5e12
 
 
 def test_types_of_different_names_stay_apart_even_if_they_are_equally_fast() -> None:

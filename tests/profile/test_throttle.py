@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from hapx.cluster import ClusterSpec
 from hapx.collectives.threads import run_threads
 from hapx.errors import HapError
 from hapx.plan import Form
-from hapx.profile.throttle import Throttle, ThrottledCommunicator
+from hapx.profile.throttle import Throttle, ThrottledCommunicator, slowed
+
+SPECS = Path(__file__).parents[2] / "cluster_specs"
 
 
 class Clocks:
@@ -75,12 +79,20 @@ def test_full_speed_never_sleeps() -> None:
     assert clocks.slept == 0.0
 
 
-def test_the_clock_counts_seconds_of_the_slow_core() -> None:
-    clocks = Clocks()
-    throttle = clocks.throttle(0.1)
-    before = throttle.clock()
-    clocks.work(0.5)
-    assert throttle.clock() - before == pytest.approx(5.0)
+def test_the_planner_sees_slowed_devices() -> None:
+    cluster = ClusterSpec.load(SPECS / "laptop-4.yaml")
+    core = cluster.device_types["my-core"]
+    result = slowed(cluster, (1.0, 0.5, 0.5, 0.1))
+    assert [d.type for d in result.devices] == ["my-core", "my-core-at-0.5", "my-core-at-0.5", "my-core-at-0.1"]
+    assert result.type_of(0) == core
+    slow = result.type_of(3)
+    assert slow.speed("float32") == pytest.approx(0.1 * core.speed("float32"))
+    assert slow.memory_bandwidth == pytest.approx(0.1 * core.memory_bandwidth)
+    assert slow.kernel_latency == pytest.approx(10 * core.kernel_latency)
+    assert slow.memory == core.memory
+    assert ClusterSpec.load(result.to_dict()) == result
+    with pytest.raises(HapError, match="3 speeds"):
+        slowed(cluster, (1.0, 0.5, 0.5))
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, 1.5])
