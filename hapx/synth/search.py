@@ -248,9 +248,7 @@ class _Writer:
         self.steps: list[StepCost] = []
         self.gives: list[Property] = []
         whole = Placement((REPLICATED,) * len(problem.theory.mesh.axes))
-        self.have: dict[str, dict[int, None]] = {
-            r.name: {problem.tables[r.name].number[whole]: None} for r in sources(self.graph)
-        }
+        self.have: dict[str, dict[int, None]] = {r.name: {problem.tables[r.name].number[whole]: None} for r in sources(self.graph)}
         self.storage: dict[str, Placement] = dict(problem.unused)
         tables = problem.tables
         self.kept: list[Term] = [k.memory for n, p in problem.unused.items() for k in tables[n].stored if tables[n].placements[k.placement] == p]

@@ -98,7 +98,9 @@ def model_inside_batch(uses: Uses, plan: Plan) -> bool:
 CASES: dict[str, Case] = {
     "even": Case(FOUR, data_parallel("even", ratios="even"), lambda u, p: batch_lengths(p) == (2, 2, 2, 2) and not u.unequal, batch=8),
     "4:4:1:1": Case(FOUR, data_parallel("4:4:1:1", ratios=(4.0, 4.0, 1.0, 1.0)), lambda u, p: batch_lengths(p) == (4, 4, 1, 1), batch=10),
-    "4:4:1:1, model": Case(FOUR, flat("shares", split="model", ratios=(4.0, 4.0, 1.0, 1.0)), lambda u, p: u.unequal and divides_model(p), divided=0.75),
+    "4:4:1:1, model": Case(
+        FOUR, flat("shares", split="model", ratios=(4.0, 4.0, 1.0, 1.0)), lambda u, p: u.unequal and divides_model(p), divided=0.75
+    ),
     "zero length": Case(FOUR, data_parallel("zero length", ratios=(5.0, 2.0, 1.0, 0.0)), lambda u, p: batch_lengths(p) == (5, 2, 1, 0), batch=8),
     "zero length, model": Case(
         FOUR, flat("empty", split="model", ratios=(5.0, 2.0, 1.0, 0.0)), lambda u, p: u.zero_length and divides_model(p), divided=0.75
@@ -116,7 +118,9 @@ CASES: dict[str, Case] = {
     "point to point": Case(THREE, data_parallel("p2p", storage="sharded", forms=POINT_TO_POINT), lambda u, p: u.forms == {Form.POINT_TO_POINT}),
     "two ranks": Case(TWO, flat("two"), lambda u, p: u.unequal),
     "three ranks": Case(THREE, flat("three", ratios="speed"), lambda u, p: u.unequal),
-    "two machines": Case(TWO_MACHINES, Restriction("two machines", mesh="two-level", ratios=(3.0, 1.0)), model_inside_batch, batch=8, batches={"mlp": 32}),
+    "two machines": Case(
+        TWO_MACHINES, Restriction("two machines", mesh="two-level", ratios=(3.0, 1.0)), model_inside_batch, batch=8, batches={"mlp": 32}
+    ),
 }
 
 
@@ -212,9 +216,7 @@ EVALUATED = 3
 def train_hap(model: str, cluster: ClusterSpec, strategy: str | Restriction, local: bool) -> tuple[Trace, float, list[tuple[str, int]], Plan]:
     """Three batches, the second one short, then an evaluation."""
     rank = dist.get_rank()
-    hap = HAP(
-        MODELS[model](), cluster, example_inputs=one_example(model, BATCHES[0], 0), strategy=strategy, inputs="local" if local else "global"
-    )
+    hap = HAP(MODELS[model](), cluster, example_inputs=one_example(model, BATCHES[0], 0), strategy=strategy, inputs="local" if local else "global")
 
     def own(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         sizes = hap.batch_sizes_for(len(batch[0]))

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.equivalence import run_ranks
-from support.models import MLP
-from support.plans import mlp_batch_split
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.collectives.communicator import create_groups
 from hapx.collectives.threads import ThreadCommunicator
 from hapx.plan import Plan
 from hapx.runtime.executor import ALIGN_EVERY, Executor
+from support.equivalence import run_ranks
+from support.models import MLP
+from support.plans import mlp_batch_split
 
 WIDTHS = (6, 8, 3)
 

@@ -27,9 +27,7 @@ class GraphMaker:
     def parameter(self, *shape: int) -> str:
         return self._tensor(f"w{len(self.refs)}", shape, Kind.PARAMETER, True)
 
-    def call(
-        maker, target: str, shape: tuple[int, ...], /, **args: object
-    ) -> str:
+    def call(maker, target: str, shape: tuple[int, ...], /, **args: object) -> str:
         named = tuple((k, Ref(v) if isinstance(v, str) and v in maker.refs else v) for k, v in args.items())
         call = OpCall(target, named)
         gradient = any(maker.refs[r].requires_grad for r in call.refs())
@@ -71,7 +69,9 @@ class GraphMaker:
         return graph
 
 
-def random_graph(seed: int, operators: int = 6, batch: int = 6, widths: tuple[int, ...] = (4, 6, 12), linears: int = 99, biases: bool = True) -> Graph:
+def random_graph(
+    seed: int, operators: int = 6, batch: int = 6, widths: tuple[int, ...] = (4, 6, 12), linears: int = 99, biases: bool = True
+) -> Graph:
     """A graph of `operators` operators (the final sum included), at most `linears` of them linear, with skips and shared values."""
     rng = random.Random(seed)
     maker = GraphMaker(batch)
