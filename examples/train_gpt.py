@@ -94,8 +94,12 @@ def main() -> None:
         say("The four ranks are now slowed on purpose, each sleeping off its share: speeds 4:4:1:1. The same steps with three plans:")
         for model in models.values():
             attach(throttle, model)
+    others = Others()
     measured = compare(models, text, args.timed, throttle, device)
+    disturbed = others.cores()
     numbers = comparison(say, {name: m.plan for name, m in models.items()}, measured)
+    if min(speeds) < 1 and disturbed is not None:
+        say(f"meanwhile others used {disturbed:.2f} cores of this machine" + (": too much for times to be trusted" if disturbed > 0.15 else ""))
     del models
 
     heading(say, "4  train")
@@ -213,6 +217,30 @@ def compare(models: dict[str, hapx.HAP], text: Text, steps: int, throttle: Throt
                     result[name].seconds.append(time.perf_counter() - began)
                     result[name].losses.append(float(loss))
     return result
+
+
+class Others:
+    """Cores that other processes (or other virtual machines) take from this one, from its construction on; Linux only. Call it on all ranks."""
+
+    def __init__(self) -> None:
+        self.began, self.busy, self.own = time.perf_counter(), self._busy(), time.process_time()
+
+    @staticmethod
+    def _busy() -> float | None:
+        """CPU seconds of the machine that were not idle."""
+        try:
+            ticks = [int(t) for t in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        except (OSError, ValueError):
+            return None
+        return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+    def cores(self) -> float | None:
+        own: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(own, time.process_time() - self.own)
+        busy = self._busy()
+        if self.busy is None or busy is None:
+            return None
+        return max((busy - self.busy - sum(own)) / (time.perf_counter() - self.began), 0.0)
 
 
 def finish(throttle: Throttle, device: torch.device) -> None:

@@ -30,7 +30,7 @@ from hapx.plan import Plan, ProgramKey
 from hapx.restriction import Restriction
 from hapx.runtime.data import ShareSampler
 from hapx.runtime.executor import Executor, share_out
-from hapx.runtime.launch import join, lost_rank
+from hapx.runtime.launch import World, join
 from hapx.runtime.local_inputs import LocalInputs
 from hapx.verify import verify
 
@@ -87,6 +87,7 @@ class HAP(nn.Module):
         self._captured: set[ProgramKey] = set()
         self.training = module.training
         object.__setattr__(self, "_twin", self._world.together(lambda: _meta_twin(module), "copying the module"))
+        _same_model(self._world, module)
         if example_inputs is not None or plan is not None:
             self._start(example_inputs)
         elif any(p.is_meta for p in module.parameters()):
@@ -172,8 +173,7 @@ class HAP(nn.Module):
         cut = None
         if local is not None:
             tensors, cut = local.arrange(executor, key)
-        with lost_rank():
-            outputs = executor.run(key, {n: t.to(self._world.device) for n, t in tensors.items()}, cut)
+        outputs = executor.run(key, {n: t.to(self._world.device) for n, t in tensors.items()}, cut)
         return self._results(graph, key, outputs)
 
     def _announce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, ProgramKey]:
@@ -347,6 +347,18 @@ def _compare(found: Plan, graph: Graph, key: ProgramKey) -> None:
     if graph.hash != found.graphs[key].hash:
         where = f"{key.mode} program for {_shapes(key)}"
         raise PlanError("the plan was made for another computation than this model's", where=where, hint="plan again for this model")
+
+
+def _same_model(world: World, module: nn.Module) -> None:
+    """Raises LaunchError on every rank unless all have the same parameters and buffers: what is moved between them must fit."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    own = {name: f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in tensors}
+    everyone = world.gather(own)
+    for name in dict.fromkeys(n for there in everyone for n in there):
+        said = [there.get(name, "none") for there in everyone]
+        if len(set(said)) > 1:
+            told = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
+            raise LaunchError(f"the ranks have different models: {name} is {told}", hint="every rank must make the same model")
 
 
 def _shapes(key: ProgramKey) -> str:

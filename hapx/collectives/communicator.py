@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hapx.collectives.lost import lost_rank
 from hapx.collectives.threads import ThreadCommunicator, alone
 from hapx.plan import Form, Mesh
 
@@ -106,12 +107,14 @@ class ProcessGroupCommunicator:
     def __repr__(self) -> str:
         return f"ProcessGroupCommunicator(rank {self.rank} of {self.size})"
 
+    @lost_rank()
     def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
         result = _addable(t).clone(memory_format=torch.contiguous_format)
         if result.numel():
             dist.all_reduce(result, _OPERATIONS[op], group=self.group)
         return result.to(t.dtype)
 
+    @lost_rank()
     def all_gather(self, t: Tensor, lengths: Sequence[int], form: Form = Form.PADDED) -> Tensor:
         assert t.shape[0] == lengths[self.rank], (tuple(t.shape), lengths, self.rank)
         flat = _flat(t)
@@ -157,6 +160,7 @@ class ProcessGroupCommunicator:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
+    @lost_rank()
     def reduce_scatter(self, t: Tensor, lengths: Sequence[int], form: Form = Form.PADDED) -> Tensor:
         assert t.shape[0] == sum(lengths), (tuple(t.shape), lengths)
         flat = _addable(t).contiguous().reshape(-1)
@@ -190,6 +194,7 @@ class ProcessGroupCommunicator:
             total += piece
         return total
 
+    @lost_rank()
     def all_to_all(self, t: Tensor, send_lengths: Sequence[int], receive_lengths: Sequence[int]) -> Tensor:
         assert t.shape[0] == sum(send_lengths), (tuple(t.shape), send_lengths)
         flat = _flat(t)
@@ -198,16 +203,19 @@ class ProcessGroupCommunicator:
         dist.all_to_all_single(result, flat, receive, send, group=self.group)
         return _unflat(result, t, sum(receive_lengths))
 
+    @lost_rank()
     def broadcast(self, t: Tensor, source: int) -> Tensor:
         flat = _flat(t).clone()
         if flat.numel():
             dist.broadcast(flat, group_src=source, group=self.group)
         return flat.view(t.dtype).reshape(t.shape)
 
+    @lost_rank()
     def all_reduce_async(self, t: Tensor) -> Handle:
         assert t.is_contiguous() and t.dtype in _MOVABLE, (t.shape, t.stride(), t.dtype)
         return _Running(dist.all_reduce(t, group=self.group, async_op=True), t)
 
+    @lost_rank()
     def barrier(self) -> None:
         dist.barrier(self.group)
 
@@ -216,6 +224,7 @@ class _Running:
     def __init__(self, work: Any, t: Tensor):
         self.work, self.t = work, t
 
+    @lost_rank()
     def wait(self) -> Tensor:
         self.work.wait()
         return self.t

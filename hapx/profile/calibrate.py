@@ -10,7 +10,7 @@ Links follow the alpha-beta model of `hapx.cost.network` (m devices, N bytes, la
 
     all_reduce  t(N) = 2 ceil(log2 m) a + 2 (m-1)/m N / b,     all_gather  t(N) = ceil(log2 m) a + (m-1)/m N / b,
 
-each solved for a and b from a small and a large message; the mean of the two collectives counts.
+(a reduce_scatter is an all_gather backwards), each solved for a and b from a small and a large message; the mean of the three counts.
 
 With `clock` the time of computations is read from another clock than the wall's (`time.thread_time`: what a core does for this process
 alone); communication is always measured on the wall.
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, log2
-from statistics import mean, median
+from statistics import harmonic_mean, mean, median
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.nn.functional import gelu, layer_norm
 
 from hapx.cluster.spec import PRECISIONS, ClusterSpec, DeviceType, Link, Machine
+from hapx.collectives.communicator import Communicator, ProcessGroupCommunicator
 from hapx.errors import LaunchError
 
 SNAP = 0.15
@@ -37,7 +38,7 @@ REPEATS = 5
 MATRICES = ((512, 256, 1024), (1024, 160, 640), (2048, 512, 512))  # rows (tokens) x inner x columns: the sizes of small models
 GPU_MATRICES = ((4096, 1024, 4096), (8192, 2048, 2048), (16384, 768, 3072))
 ELEMENTS, GPU_ELEMENTS = (1024, 512), (16384, 2048)  # rows and columns of the tensors between products
-SMALL_MESSAGE, LARGE_MESSAGE = 4 * 2**10, 4 * 2**20
+SMALL_MESSAGE, LARGE_MESSAGE = 4 * 2**10, 2 * 2**20
 
 Clock = Callable[[], float]
 
@@ -198,13 +199,32 @@ def _measure_links(cluster: ClusterSpec, device: torch.device, seconds: float) -
 
 
 def measure_link(group: dist.ProcessGroup | None, device: torch.device, seconds: float = 1.0) -> Link:
-    """Latency and bandwidth between the processes of `group` (None: all), from all_reduce and all_gather."""
-    m = dist.get_world_size(group)
-    rounds, volume = ceil(log2(m)), (m - 1) / m
-    reduce = [_collective_time(size, m, group, device, seconds / 4, gather=False) for size in (SMALL_MESSAGE, LARGE_MESSAGE)]
-    gather = [_collective_time(size, m, group, device, seconds / 4, gather=True) for size in (SMALL_MESSAGE, LARGE_MESSAGE)]
-    fits = [solve_link(*reduce, 2 * rounds, 2 * volume), solve_link(*gather, rounds, volume)]
-    return Link(mean(f.bandwidth for f in fits), mean(f.latency for f in fits))
+    """Latency and bandwidth between the processes of `group` (None: all), as the runtime's own collectives reach them."""
+    comm = ProcessGroupCommunicator(group)
+    rounds, volume = ceil(log2(comm.size)), (comm.size - 1) / comm.size
+    fits = []
+    for run, times in ((_reduce, 2), (_gather, 1), (_scatter, 1)):
+        small, large = (_collective_time(run, comm, _message(size, comm.size, device), seconds / 6) for size in (SMALL_MESSAGE, LARGE_MESSAGE))
+        fits.append(solve_link(small, large, times * rounds, times * volume))
+    return Link(harmonic_mean(f.bandwidth for f in fits), mean(f.latency for f in fits))
+
+
+def _message(size: int, parts: int, device: torch.device) -> torch.Tensor:
+    """A tensor of about `size` bytes that divides into `parts` pieces."""
+    return torch.zeros(size // 4 // parts * parts, device=device)
+
+
+def _reduce(comm: Communicator, whole: torch.Tensor) -> None:
+    comm.all_reduce(whole)
+
+
+def _gather(comm: Communicator, whole: torch.Tensor) -> None:
+    piece = len(whole) // comm.size
+    comm.all_gather(whole[:piece], [piece] * comm.size)
+
+
+def _scatter(comm: Communicator, whole: torch.Tensor) -> None:
+    comm.reduce_scatter(whole, [len(whole) // comm.size] * comm.size)
 
 
 def solve_link(small: float, large: float, rounds: float, volume: float) -> Link:
@@ -215,26 +235,22 @@ def solve_link(small: float, large: float, rounds: float, volume: float) -> Link
     return Link(volume / slope, max(small - slope * SMALL_MESSAGE, 1e-7) / rounds)
 
 
-def _collective_time(size: int, m: int, group: dist.ProcessGroup | None, device: torch.device, seconds: float, *, gather: bool) -> float:
-    """Median seconds of one collective whose whole tensor has `size` bytes. All ranks repeat equally often: rank 0 counts."""
-    whole = torch.zeros(size // 4 // m * m, device=device)
-    pieces = list(torch.empty_like(whole).chunk(m))
+def _collective_time(run: Callable[[Communicator, torch.Tensor], None], comm: ProcessGroupCommunicator, whole: torch.Tensor, seconds: float) -> float:
+    """Seconds of one collective: median of `REPEATS` rounds of several in a row. All ranks repeat equally often: rank 0 counts."""
 
-    def once() -> float:
-        dist.barrier(group)
+    def round_of(count: int) -> float:
+        comm.barrier()
         start = time.perf_counter()
-        if gather:
-            dist.all_gather(pieces, whole[: whole.numel() // m], group=group)
-        else:
-            dist.all_reduce(whole, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        for _ in range(count):
+            run(comm, whole)
+        if whole.device.type == "cuda":
+            torch.cuda.synchronize(whole.device)
+        return (time.perf_counter() - start) / count
 
-    first = max(once(), once())
-    count = torch.tensor([min(max(int(seconds / max(first, 1e-6)), 3), 40)], device=device)
-    dist.broadcast(count, group_src=0, group=group)
-    return median(once() for _ in range(int(count)))
+    first = max(round_of(1), round_of(1))
+    count = torch.tensor([min(max(int(seconds / REPEATS / max(first, 1e-6)), 1), 40)], device=whole.device)
+    several = int(comm.broadcast(count, 0))
+    return median(round_of(several) for _ in range(REPEATS))
 
 
 # ---- the cluster with measured numbers ---------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ import os
 import re
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from hapx import errors
 from hapx.cluster.spec import ClusterSpec
+from hapx.collectives.lost import lost_rank
 from hapx.errors import HapError, LaunchError
 
 TIMEOUT = timedelta(minutes=10)
@@ -237,15 +237,6 @@ def _unpack(kind: str, value: Any, what: str) -> HapError:
     known = getattr(errors, kind, HapError)
     result: HapError = known(said, where=where, allowed=allowed, hint=hint)
     return result
-
-
-@contextmanager
-def lost_rank() -> Iterator[None]:
-    """Turns the backends' many errors about a lost peer into one."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LaunchError("another rank has ended or does not answer", hint="its own error, printed by that process, says why") from error
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -19,10 +19,10 @@ MODULES = ("blocks.0", "", "blocks.1", "")
 
 
 def readable(plan: Plan, memory: Sequence[int] | None = None) -> Plan:
-    """The plan with module paths, as captured graphs have them."""
+    """The plan with module paths, as captured graphs have them, and predictions that are easy to read."""
     graph = plan.graphs[plan.first]
     nodes = tuple(replace(n, module=m) for n, m in zip(graph.nodes, MODULES, strict=True))
-    return replace(plan, graphs={plan.first: replace(graph, nodes=nodes)}, memory=tuple(memory or plan.memory))
+    return replace(plan, graphs={plan.first: replace(graph, nodes=nodes)}, memory=tuple(memory or [0] * len(plan.memory)), iteration_time=1.0)
 
 
 def test_data_parallel_with_an_even_split_for_comparison() -> None:
@@ -53,7 +53,7 @@ def test_data_parallel_with_an_even_split_for_comparison() -> None:
 
 
 def test_tensor_parallel() -> None:
-    plan = readable(mlp_tensor_parallel((64, 256, 10), (128, 64, 32, 32), 8))
+    plan = replace(readable(mlp_tensor_parallel((64, 256, 10), (128, 64, 32, 32), 8)), shares=(0.25,) * 4)
     _, devices, table, _ = plan_table(plan).split("\n\n")
     assert devices.splitlines()[2].split() == ["0-3", "m0", "thing", "25.0", "%", "each", "all", "0", "B", "of", "4", "GiB", "(0%)", "each"]
     assert table == (

@@ -119,18 +119,18 @@ def small_example(name: str, step: int) -> tuple[Tensor, ...]:
     return example
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_such_plans_train_as_one_device(name: str) -> None:
+@pytest.mark.parametrize("name, ratios", [("mlp", (4.0, 2.0, 1.0, 1.0)), ("mlp", "even"), ("gpt", "even")])
+def test_such_plans_train_as_one_device(name: str, ratios: Any) -> None:
     """Scaled down, with the same placements."""
     factory, inputs = SMALL[name], partial(small_example, name)
-    wanted = Restriction("small", mesh="flat", split="model", ratios=(4.0, 2.0, 1.0, 1.0))
-    plan = plan_module(factory(), FOUR, inputs(0), strategy=wanted)
+    plan = plan_module(factory(), FOUR, inputs(0), strategy=Restriction("small", mesh="flat", split="model", ratios=ratios))
     pairs = [("layers.0", "layers.1")] if name == "mlp" else [("blocks.0.qkv", "blocks.0.proj"), ("blocks.0.up", "blocks.0.down")]
     for first, second in pairs:
         assert_megatron(plan, f"{first}.weight", f"{second}.weight")
     if name == "gpt":
         assert divisions(plan)["attention"] == ("model",)
+        assert states_of(plan, "blocks.0.qkv.weight")[0].outer == 3
     for optimizer in ("sgd", "adamw"):
         uses = assert_equivalent(factory, inputs, plan, optimizer=optimizer)
     assert uses.sharded_flops > 0.9
-    assert uses.unequal
+    assert uses.unequal == (ratios != "even")
