@@ -186,12 +186,12 @@ def _verify_ends(program: Program, graph: Graph, storage: Mapping[str, Placement
         raise PlanError("does not give the graph's outputs, each once and in order", where=where)
     for i in program.instructions:
         body, ref = i.triple.body, graph.refs[i.triple.post[0].tensor]
-        if isinstance(body, tuple) and (i.triple.work or any(c.free and not _may_be_freed(c, ref.kind) for c in body)):
+        if isinstance(body, tuple) and (i.triple.work or any(c.free and not _may_be_freed(c, ref.kind, graph) for c in body)):
             raise PlanError(f"{i} divides work or frees what was not gathered from a parameter's shards", where=where)
 
 
-def _may_be_freed(c: Communication, kind: Kind) -> bool:
-    return kind is Kind.PARAMETER and c.gradient and isinstance(c.source, Sharded) and not isinstance(c.target, Sharded)
+def _may_be_freed(c: Communication, kind: Kind, graph: Graph) -> bool:
+    return graph.mode == "train" and kind is Kind.PARAMETER and c.gradient and isinstance(c.source, Sharded) and not isinstance(c.target, Sharded)
 
 
 def _verify_lengths(cut: Cut, got: tuple[int, ...], stage: Stage, where: str) -> None:

@@ -147,9 +147,9 @@ def test_changed_plans_are_refused(name: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", ["mlp", "gpt", "cnn"])
 def test_many_changed_plans_are_refused(name: str, seed: int) -> None:
-    found = other_plans(name, 3000, seed)
+    found = other_plans(name, 600, seed)
     print(found)
-    assert found["another"] <= 0.01 * found["refused"]
+    assert found["another"] <= 0.02 * found["refused"]
 
 
 def first_call(plan: Plan, change: Callable[[Instruction], Instruction | None]) -> Plan:

@@ -118,6 +118,15 @@ from torch import nn
 def build():
     return nn.Linear(2, 2), (torch.zeros(4, 2),)
 
+def mean():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+        def forward(self, x):
+            return self.layer(x).square().mean()
+    return Mean(), (torch.zeros(4096, 64),)
+
 def broken():
     raise ValueError("no data here")
 
@@ -138,13 +147,30 @@ def target(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("suffix", "expected"),
     [
-        (":biuld", "has no factory 'biuld'; did you mean build?"), (":q", "it has: build, broken, nothing"), (":number", "number is a int, not"),
+        (":biuld", "has no factory 'biuld'; did you mean build?"), (":q", "it has: build, mean, broken, nothing"), (":number", "is a int, not"),
         (":broken", "raised ValueError: no data here ("), (":nothing", "returned a NoneType; allowed: (torch.nn.Module, example inputs)"),
         ("", "is not a target; allowed: file.py:factory or module:factory"),
     ],
 )  # fmt: skip
 def test_targets_that_are_none(target: Path, suffix: str, expected: str) -> None:
     assert expected in mistake("plan", f"{target}{suffix}", "--cluster", SPECS / "a100x8.yaml")
+
+
+def test_plan_prints_and_writes_a_plan(target: Path, tmp_path: Path) -> None:
+    from hapx.plan import Plan
+
+    out = tmp_path / "plan.json"
+    result = run("plan", f"{target}:mean", "--cluster", SPECS / "rtx4090_rtx3060.yaml", "--strategy", "dp-proportional", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("plan for rtx4090_rtx3060: 2 devices, strategy dp-proportional")
+    assert result.stdout.endswith(f"written to {out}\n")
+    plan = Plan.load(out)
+    assert plan.shares[0] > plan.shares[1] > 0
+    assert str(plan) in result.stdout
+
+
+def test_a_model_without_a_loss(target: Path) -> None:
+    assert mistake("plan", f"{target}:build", "--cluster", SPECS / "a100x8.yaml").startswith("hapx: CaptureError: ")
 
 
 def test_target_files_that_are_not_there_or_broken(target: Path) -> None:

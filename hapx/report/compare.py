@@ -17,8 +17,8 @@ def compare_table(plans: Mapping[str, Plan]) -> str:
     """One row per plan. `plans`: by the name that the table shows."""
     slowest = max(p.iteration_time for p in plans.values())
     table = new_table(
-        "plan", "strategy", "mesh", "iteration", "compute", "communication", "sync", "speedup", "memory", "shares",
-        right=("iteration", "compute", "communication", "sync", "speedup", "memory"),
+        "plan", "strategy", "mesh", "iteration", "compute", "comm.", "sync", "speedup", "memory", "shares",
+        right=("iteration", "compute", "comm.", "sync", "speedup", "memory"),
     )  # fmt: skip
     for name, plan in plans.items():
         split = time_split(plan)

@@ -28,15 +28,11 @@ class TimeSplit:
     hidden: float
 
     def __str__(self) -> str:
-        parts = [
-            ("compute", self.compute),
-            ("communication", self.communication),
-            ("gradient synchronisation", self.synchronisation),
-            ("waiting", self.waiting),
-        ]
-        text = " + ".join(f"{name} {time_text(t)}" for name, t in parts if t > 1e-3 * self.total)
-        behind = f" ({time_text(self.hidden)} of synchronisation hidden behind compute)" if self.hidden > 1e-3 * self.total else ""
-        return f"{time_text(self.total)} = {text or '0'}{behind}"
+        times = {"compute": self.compute, "communication": self.communication, "sync": self.synchronisation, "waiting": self.waiting}
+        shown = {name: time_text(t) for name, t in times.items() if t > 1e-3 * self.total}
+        if self.hidden > 1e-3 * self.total:
+            shown["sync"] = f"{shown.get('sync', '0')} (+{time_text(self.hidden)} hidden)"
+        return f"{time_text(self.total)} = {' + '.join(f'{name} {t}' for name, t in shown.items()) or '0'}"
 
 
 def time_split(plan: Plan) -> TimeSplit:

@@ -10,9 +10,11 @@ import pytest
 from hapx.plan import Plan
 from hapx.report.compare import compare_table
 from hapx.report.layers import Layer, collapse, layers
+from hapx.report.split import TimeSplit, split_of
 from hapx.report.table import batch_sizes, plan_table
 from hapx.report.words import lengths_text, ranges_text, size_text, time_text
 from hapx.restriction import BASELINES
+from hapx.simulate import Event, Timeline
 from support.plans import flat, mlp_batch_split, mlp_tensor_parallel, place, sharded
 
 MODULES = ("blocks.0", "", "blocks.1", "")
@@ -47,7 +49,7 @@ def test_data_parallel_with_an_even_split_for_comparison() -> None:
     times = rest[2].splitlines()
     assert times[0].startswith("predicted iteration: ")
     assert " = compute " in times[0]
-    assert "gradient synchronisation" in times[0]
+    assert "sync" in times[0]
     assert times[1].startswith("            dp-even: ")
     assert times[2] == "this plan is 2.00x as fast as dp-even"
 
@@ -92,7 +94,7 @@ def test_batch_sizes() -> None:
 def test_compare() -> None:
     fast, slow = (replace(readable(mlp_batch_split((64, 256, 10), n)), iteration_time=t) for n, t in (((4, 2, 1, 1), 0.5), ((2, 2, 2, 2), 2.0)))
     lines = compare_table({"a.json": fast, "b.json": replace(slow, restriction=BASELINES["dp-even"])}).splitlines()
-    assert lines[0].split() == ["plan", "strategy", "mesh", "iteration", "compute", "communication", "sync", "speedup", "memory", "shares"]
+    assert lines[0].split() == ["plan", "strategy", "mesh", "iteration", "compute", "comm.", "sync", "speedup", "memory", "shares"]
     assert lines[2].split()[:5] == ["a.json", "auto", "flat", "500", "ms"]
     assert "4.00x" in lines[2]
     assert "12.5 % to 50.0 %" in lines[2]
@@ -132,3 +134,15 @@ def test_only_equal_rows_are_joined() -> None:
 )  # fmt: skip
 def test_words(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_where_the_time_goes() -> None:
+    """Two devices; on the busier one: compute 0-2, a collective 2-3, compute 3-5, gradients 4-7 of which 5-7 are not hidden, update 8-9."""
+    events = (
+        Event("forward", "compute", (0.0, 0.0), (2.0, 1.0)), Event("gather", "communication", (2.0, 2.0), (3.0, 3.0)),
+        Event("backward", "compute", (3.0, 3.0), (5.0, 4.0)), Event("synchronise bucket 0", "communication", (4.0, 4.0), (7.0, 7.0)),
+        Event("update", "compute", (8.0, 8.0), (9.0, 8.5)),
+    )  # fmt: skip
+    split = split_of(Timeline(((0, 0), (1, 1)), events, 9.0))
+    assert split == TimeSplit(total=9.0, compute=5.0, communication=1.0, synchronisation=2.0, waiting=1.0, hidden=1.0)
+    assert str(split) == "9 s = compute 5 s + communication 1 s + sync 2 s (+1 s hidden) + waiting 1 s"

@@ -7,7 +7,6 @@ places are changed everywhere, or, by `once`, in one place only.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from random import Random
@@ -44,10 +43,16 @@ def at(data: dict[str, Any], path: Path) -> Any:
 
 
 def changed(data: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
-    """A copy of the data with another value at `path`."""
-    result = copy.deepcopy(data)
-    at(result, path[:-1])[path[-1]] = value
-    return result
+    """The data with another value at `path`; what is not on the way there is shared."""
+
+    def along(old: Any, steps: Path) -> Any:
+        if not steps:
+            return value
+        new = dict(old) if isinstance(old, dict) else list(old)
+        new[steps[0]] = along(old[steps[0]], steps[1:])
+        return new
+
+    return {**data, "table": along(data["table"], path)}
 
 
 def others(data: dict[str, Any], path: Path, rng: Random) -> list[Any]:
@@ -107,18 +112,13 @@ def once(data: dict[str, Any], path: Path, rng: Random) -> Iterator[dict[str, An
         inner = (*inner, rng.randrange(len(at(data, inner))))
     for value in others(data, inner, rng):
         twin = changed(data, inner, value)["table"][number]
-        result = _renumbered(data, user)
+        result: dict[str, Any] = _shifted(data, user)
         result["table"].insert(user, _shifted(twin, user))
         yield changed(result, (user + 1, *path[1:]), {"$": user})
 
 
-def _renumbered(data: dict[str, Any], start: int) -> dict[str, Any]:
-    """References to the objects from `start` on, one up."""
-    result: dict[str, Any] = _shifted(data, start)
-    return result
-
-
 def _shifted(value: Any, start: int) -> Any:
+    """A copy with references to the objects from `start` on, one up."""
     if isinstance(value, list):
         return [_shifted(v, start) for v in value]
     if isinstance(value, dict):
