@@ -8,7 +8,7 @@ started as soon as the last gradient of the bucket is there, and waited for at t
 The terms are those of `hapx.cost` at the exact lengths of every device; devices that are alike and have equal lengths do the same and
 are simulated as one kind.
 Invariant: a program without gradient synchronisation takes at most its additive cost at these lengths, and just as long where one kind is the
-slowest in every phase; overlap and slack, which the additive cost cannot see (DESIGN section 5, re-ranking), only shorten it.
+slowest in every phase; overlap and slack, which the additive cost cannot see, only shorten it.
 """
 
 from __future__ import annotations

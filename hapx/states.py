@@ -1,4 +1,4 @@
-"""States of a tensor on the devices of a mesh (DESIGN: HAP section 4.1, extended by `Invariant`).
+"""States of a tensor on the devices of a mesh (HAP section 4.1, extended by `Invariant`).
 
 A reference tensor e of the single-device graph lives on the devices of a mesh axis as local tensors e_j:
 

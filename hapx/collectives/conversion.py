@@ -2,7 +2,7 @@
 
 In: the local tensor of this device in the source state. Out: its local tensor in the target state. Invariant: if the locals are in the
 source state of a reference tensor e, the results are in the target state of e; and if cotangents arrive in the dual of the target
-state of a reference cotangent, those that leave are in the dual of the source state of it (DESIGN section 2). Which operation runs
+state of a reference cotangent, those that leave are in the dual of the source state of it. Which operation runs
 forward and backward is read from `hapx.transposes.TRANSPOSES`; every rank runs it, also with empty tensors.
 """
 

@@ -1,4 +1,4 @@
-"""The cost model of a theory on a cluster: what each step of a program adds, as terms (HAP section 5.1, generalised; DESIGN section 4).
+"""The cost model of a theory on a cluster: what each step of a program adds, as terms (HAP section 5.1, generalised).
 
 In: a theory (its graph and mesh), a cluster, precision, optimizer and mode. Out: per triple and per conversion a `StepCost`, per stored
 parameter its bytes and the time of its update. For a program Q at shares B, with phases i that begin at a collective which cuts, and kinds k,

@@ -6,7 +6,7 @@ the devices, and *fractions*: the part of a tensor (or of an instruction's work)
     fraction(placement) = product over axes of share(cut of the axis);  1 / size for an even axis, rounded up to whole units.
 
 Invariant: at most one axis is uneven, so a fraction has at most one slope. Where an even axis cuts again what an uneven one dealt out, a device has
-ceil(length / size) units of length / size; how much this is depends on the length, so a part of one unit is allowed for it (DESIGN section 4): all
+ceil(length / size) units of length / size; how much this is depends on the length, so a part of one unit is allowed for it: all
 that it can be (size - 1) / size where `bound`, half of that, its mean, otherwise. With concrete lengths there is nothing to allow for:
 coordinates of a kind also have equal lengths, and fractions are constants, those of `hapx.layout`.
 """

@@ -5,7 +5,7 @@ In: the registry and its samples. Out: `AuditReport`.
 - *unsound*: a triple that `derive` claims for a sample's one-node graph and that fails when it is executed, on 2 and 3 devices with
   uneven and zero lengths (operators with composites also on 2x2);
 - *missing*: a combination of operand and output states that holds when the plain local body is executed, on all settings, and that
-  follows from no claimed triple by free conversions (DESIGN section 3).
+  follows from no claimed triple by free conversions.
 
 The true rules that are counted are those combinations that follow from a claimed triple, and the missing ones.
 """

@@ -2,7 +2,7 @@
 
 In: a `Sample`, a mesh, placements of operands and outputs, a local body. Out: what is wrong with the triple, or nothing.
 
-The test is the definition of the states (DESIGN section 2). Operands are dealt out by their placements: whole, in slices, or as random
+The test is the definition of the states. Operands are dealt out by their placements: whole, in slices, or as random
 summands of both signs. The body runs on every device, and the outputs must be, in their placements, those of one device. Then
 cotangents are dealt out by the dual placements of the outputs, and the gradients of the operands must be, in the dual placements of
 the operands, those of one device. An operand that the call changes must have changed as on one device.
