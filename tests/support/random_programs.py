@@ -95,7 +95,8 @@ class _Draft:
         # sources first: otherwise those with many paths hide the others
         source = self.rng.choice(list(dict.fromkeys(s for s, _ in ways)))
         path = self.rng.choice([p for s, p in ways if s == source])
-        if self.theory.graph.refs[tensor].kind is Kind.PARAMETER and self.rng.random() < self.taste.freed:
+        kept = self.theory.graph.mode == "eval" or self.theory.graph.refs[tensor].kind is not Kind.PARAMETER
+        if not kept and self.rng.random() < self.taste.freed:
             path = tuple(replace(c, free=isinstance(c.source, Sharded) and c.target == REPLICATED and c.gradient) for c in path)
         triple = Triple(None, (Property(tensor, source),), (Property(tensor, target),), path)
         self.instructions.append(Instruction(triple))
