@@ -106,11 +106,6 @@ class Executor:
 
     # ---- batches ------------------------------------------------------------------------------------------------------
 
-    def batch_input(self, program: LocalProgram, name: str) -> bool:
-        """Whether the input has the batch as its first dim."""
-        shape = program.graph.refs[name].shape
-        return bool(shape) and shape[0] == program.graph.batch
-
     def cut_placement(self, key: ProgramKey, name: str) -> Placement | None:
         """The placement, cut along dim 0 only, in which the program uses the input, if that is its only use."""
         uses = [i.triple for i in self.plan.stages[0].programs[key].instructions if any(p.tensor == name for p in i.triple.pre)]
