@@ -1,0 +1,37 @@
+"""Sample calls of every operator in the registry, for the audit (`hapx.theory.audit`).
+
+In: nothing. Out: `SAMPLES`: small calls with the shapes, dtypes and ranges of their tensors; arguments that are left out have the
+schema's defaults. `UNSAMPLED`: overloads that have none, and why. Invariant: every overload that the registry covers is in one of the two.
+
+Sizes of different dims differ, so that a rule which mixes dims up cannot hold by chance; every dim that may be split has several units.
+The modules mirror `hapx.theory.ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, dtype, ids, positive, sample, t, unit
+from hapx.theory.samples.linalg import attention, products
+from hapx.theory.samples.losses import losses
+from hapx.theory.samples.pointwise import binary, casts, pointwise
+from hapx.theory.samples.reductions import norms, reductions
+from hapx.theory.samples.views import pieces, views
+
+SAMPLES: tuple[Sample, ...] = tuple(
+    s for family in (pointwise, binary, casts, products, attention, views, pieces, reductions, norms, losses) for s in family()
+)
+
+UNDEFINED = "its values are undefined"
+UNSAMPLED: Mapping[str, str] = {
+    "aten.empty.memory_format": UNDEFINED,
+    "aten.new_empty.default": UNDEFINED,
+}
+
+
+def samples_of(target: str) -> tuple[Sample, ...]:
+    """Samples of an operator ("aten.sum") or of one overload ("aten.sum.default")."""
+    return tuple(s for s in SAMPLES if target in (s.call.target, s.call.op))
+
+
+__all__ = ["SAMPLES", "UNSAMPLED", "Draw", "Reason", "Sample", "Values", "booleans", "dtype", "ids", "positive", "sample", "samples_of", "t", "unit"]

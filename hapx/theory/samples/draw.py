@@ -1,0 +1,106 @@
+"""How a sample call is written down: draws, samples, and the reasons why a true rule is not claimed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from hapx.ir import FLOATING, OpCall, Ref, TorchConst
+
+
+class Values(Enum):
+    """How an operand is drawn. IDS: integers below `limit`; SPECIAL: normal with infinities and nans; SHARES: positive, rows sum to 1."""
+
+    NORMAL = "normal"
+    POSITIVE = "positive"
+    UNIT = "unit"
+    IDS = "ids"
+    SPECIAL = "special"
+    SHARES = "shares"
+    BOOL = "bool"
+
+
+class Reason(Enum):
+    """Why a true rule is not claimed."""
+
+    INTEGER_PARTIAL = "integer partial"
+    DEGENERATE_SIZE = "degenerate size"
+    VALUE = "depends on value"
+    LAYOUT = "layout"
+    ZERO_GRADIENT = "zero gradient"
+    RANDOM = "random, never Partial"
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One operand. `grad`: whether a gradient is asked for (floating operands only)."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float64"
+    values: Values = Values.NORMAL
+    limit: int = 0
+    grad: bool = True
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.grad and self.dtype in FLOATING
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """`draws`: operands by the name of their Ref. `excuse`: why rules that are true for this call are not claimed, if any are."""
+
+    call: OpCall
+    draws: tuple[tuple[str, Draw], ...]
+    excuse: Reason | None = None
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{n}: {d.dtype}{list(d.shape)}{'' if d.requires_grad else ' no grad'}" for n, d in self.draws)
+        constants = ", ".join(f"{k}={v}" for k, v in self.call.args if not isinstance(v, Ref | tuple))
+        return f"{self.call.target}({shapes}{'; ' + constants if constants else ''})"
+
+
+def t(*shape: int, values: Values = Values.NORMAL, grad: bool = True, dtype: str = "float64") -> Draw:
+    return Draw(shape, dtype, values, grad=grad)
+
+
+def positive(*shape: int, grad: bool = True) -> Draw:
+    return Draw(shape, values=Values.POSITIVE, grad=grad)
+
+
+def unit(*shape: int) -> Draw:
+    return Draw(shape, values=Values.UNIT)
+
+
+def ids(*shape: int, limit: int) -> Draw:
+    return Draw(shape, "int64", Values.IDS, limit)
+
+
+def booleans(*shape: int) -> Draw:
+    return Draw(shape, "bool", Values.BOOL)
+
+
+def dtype(name: str) -> TorchConst:
+    return TorchConst("dtype", name)
+
+
+def sample(target: str, excuse: Reason | None = None, /, **args: Any) -> Sample:
+    """A sample of `target`: Draws (and lists of them) become operands, everything else constants."""
+    values: list[tuple[str, Any]] = []
+    draws: list[tuple[str, Draw]] = []
+    for name, value in args.items():
+        if isinstance(value, Draw):
+            draws.append((name, value))
+            values.append((name, Ref(name)))
+        elif isinstance(value, list):
+            members = [(f"{name}{i}", d) for i, d in enumerate(value)]
+            draws += members
+            values.append((name, tuple(Ref(n) for n, _ in members)))
+        else:
+            values.append((name, value))
+    return Sample(OpCall(f"aten.{target}" if target.count(".") else f"aten.{target}.default", tuple(values)), tuple(draws), excuse)
+
+
+def words(text: str) -> list[str]:
+    return text.split()
