@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cluster", default=str(Path(__file__).parents[1] / "cluster_specs" / "laptop-4.yaml"), help="cluster file with one device per rank"
     )
-    parser.add_argument("--steps", type=int, default=120, help="training steps at full speed")
+    parser.add_argument("--steps", type=int, default=200, help="training steps at full speed")
     parser.add_argument("--timed", type=int, default=20, help="timed steps of each of the three plans")
     parser.add_argument("--out", default="runs/demo", help="directory for plans, curve, text and numbers")
     return parser.parse_args()
