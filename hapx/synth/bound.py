@@ -88,7 +88,9 @@ class Bound:
         # the table before level k is _base[k] + _offsets[k]
         self._base: list[Rows] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
         self._offsets: list[Array] = [np.zeros(len(self.weights))] * (len(problem.steps) + 1)
+        self._lives()
         self._tabulate()
+        self._parts: dict[tuple[int, int, int, int], Vector] = {}
         self._contexts: dict[tuple[Use, ...], Context] = {}
         self._at: list[dict[int, Vector]] = [{} for _ in range(len(problem.steps) + 1)]
         self._bounds: dict[tuple[int, int], list[int]] = {}
@@ -111,16 +113,28 @@ class Bound:
     def _rest(self, level: int, place: int) -> Vector:
         if level == len(self.problem.steps):
             return self.none
-        context = self._context(level, place)
-        if level < context.bottom:
-            more, rows = context.more + self._offsets[level], self._base[level]
-        else:
-            more, rows = context.offset, context.rows[level - context.bottom]
-        best = rows[""][0]
-        for name, table, shift in self.problem.steps[level].live:
-            if not table.stored:
-                best = np.maximum(best, rows[name][self._bounding(table, place >> shift & table.full)].max(axis=0))
-        return tuple((best + more).tolist())
+        stored, others = self._live[level]
+        context = self._context(tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in stored]))
+        found = [self._part(level, context, -1, 0)]
+        for i, (shift, full) in enumerate(others):
+            found.append(self._part(level, context, i, place >> shift & full))
+        return found[0] if len(found) == 1 else tuple(map(max, *found))
+
+    def _part(self, level: int, context: Context, value: int, mask: int) -> Vector:
+        """The bound that one live value gives (-1: none of them)."""
+        key = level, id(context), value, mask
+        if key not in self._parts:
+            if level < context.bottom:
+                more, rows = context.more + self._offsets[level], self._base[level]
+            else:
+                more, rows = context.offset, context.rows[level - context.bottom]
+            if value < 0:
+                best = rows[""][0]
+            else:
+                name, table = self._tracked[level][value]
+                best = rows[name][self._bounding(table, mask)].max(axis=0)
+            self._parts[key] = tuple((best + more).tolist())
+        return self._parts[key]
 
     def _bounding(self, table: TensorTable, mask: int) -> list[int]:
         """Placements from which all of `mask` is free (any of them bounds it), and "anywhere"."""
@@ -129,18 +143,25 @@ class Bound:
             self._bounds[key] = [i for i in range(len(table.placements)) if table.closure(i) & mask == mask] + [len(table.placements)]
         return self._bounds[key]
 
-    def _context(self, level: int, place: int) -> Context:
+    def _context(self, uses: tuple[Use, ...]) -> Context:
         """The table that knows the placements of the parameters that are live."""
-        steps = self.problem.steps
-        uses = []
-        for name, table, shift in steps[level].live:
-            if table.stored:
-                at = next(k for k in range(level, len(steps)) if name in steps[k].tensors)
-                uses.append(Use(at, steps[at].tensors.index(name), place >> shift & table.full))
-        known = tuple(uses)
-        if known not in self._contexts:
-            self._contexts[known] = self._contextual(known)
-        return self._contexts[known]
+        if uses not in self._contexts:
+            self._contexts[uses] = self._contextual(uses)
+        return self._contexts[uses]
+
+    def _lives(self) -> None:
+        """Per level, of the parameters that are live the next use (level, slot) and their bits, and of the other values their bits."""
+        self._live: list[tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]] = []
+        self._tracked: list[list[tuple[str, TensorTable]]] = []
+        following: dict[str, tuple[int, int]] = {}
+        for level in range(len(self.problem.steps) - 1, -1, -1):
+            step = self.problem.steps[level]
+            following |= {name: (level, slot) for slot, name in enumerate(step.tensors)}
+            stored = [(*following[n], shift, t.full) for n, t, shift in step.live if t.stored]
+            self._live.append((stored, [(shift, t.full) for _, t, shift in step.live if not t.stored]))
+            self._tracked.append([(n, t) for n, t, _ in step.live if not t.stored])
+        self._live.reverse()
+        self._tracked.reverse()
 
     # -- the dynamic program -----------------------------------------------------------------------------------------------------------------------
 

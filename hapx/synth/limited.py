@@ -23,7 +23,8 @@ from hapx.synth.effect import Vector
 
 ROUNDS = 12
 FACTOR = 4.0  # by which a price changes until it is bracketed
-CLOSE = 1.02  # ratio of the ends of a bracket that is not halved further
+CLOSE = 1.1  # ratio of the ends of a bracket that is not halved further
+NEGLIGIBLE = 1e-3  # of the time of a program, as the price of all the memory of a device
 HOPELESS = 2.0  # times what would be possible with more memory
 
 Search = Callable[[Vector], tuple[State | None, float]]
@@ -56,7 +57,7 @@ def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, s
         else:
             found = replace(found, bound=bound)
         _narrow(prices, state.memory, limits, low, high)
-        closed = all(h <= low[k] * CLOSE for k, h in enumerate(high) if low[k])
+        closed = all(h <= low[k] * CLOSE or h < NEGLIGIBLE * cheapest.estimate / limits[k] for k, h in enumerate(high) if h < inf or low[k])
         if found.cost * (1 - tolerance) <= bound or bound > HOPELESS * cheapest.estimate or (found.best is not None and closed):
             break
         prices = tuple(_price(*of_kind, cheapest.estimate) for of_kind in zip(prices, state.memory, limits, low, high, strict=True))

@@ -39,6 +39,7 @@ BEAMS = (1, 4)
 BUDGET = 12_000  # partial programs that one search generates at most, once it has a program
 EXACT = 100  # steps up to which a problem on several axes is solved to the end
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
+WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
 
 
 def solve(problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None) -> Solution:
@@ -66,8 +67,7 @@ def _limited(
         statistics.add(own)
         return found, gap
 
-    tolerance = _tolerance(problem)
-    found = fitting(priced, cheapest, limits, max(tolerance, WITHIN if len(problem.steps) > EXACT else 0.0), prices)
+    found = fitting(priced, cheapest, limits, WITHIN_LIMITS if len(problem.steps) > EXACT else 0.0, prices)
     best, cost = found.best, found.cost
     if len(problem.steps) <= EXACT:
         if best is not None:  # as an incumbent: with its seconds alone
