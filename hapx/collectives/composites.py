@@ -1,6 +1,6 @@
 """Composite operators: small local programs, some with communication, where one local operator is not enough.
 
-In: local tensors, and arguments that the builder has resolved (Axes to a Communicator or None, LocalOffset to an int, LocalBlock to a
+In: local tensors, and arguments that the builder has resolved (Axes to a Communicator or None, LocalOffset and LocalSize to an int, LocalBlock to a
 Block, LocalIndices to a tensor or None per dim). Out: local tensors. Invariant: every entry keeps the states it names, forward and,
 through local autograd, in the dual states (Replicated - Partial, Invariant and Sharded with themselves).
 """

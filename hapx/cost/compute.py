@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from hapx.ir import DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
+from hapx.ir import CONVOLUTIONS, DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
 
 # outputs share the storage of their operand (reshape: see `is_view`)
 VIEWS = frozenset(
@@ -26,7 +26,6 @@ VIEWS = frozenset(
 COPIED_IF_STRIDED = frozenset({"aten.reshape", "aten.flatten", "aten.view_as"})
 STRIDING = frozenset({"aten.transpose", "aten.permute", "aten.t", "aten.expand", "aten.movedim", "aten.swapaxes"})
 CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as"})
-CONVOLUTIONS = frozenset({"aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution"})
 
 # the two factors of a product, by argument name
 FACTORS = {
@@ -118,7 +117,7 @@ def _flops(graph: Graph, node: Node) -> tuple[float, float, float, int]:
     assert left is not None and right is not None
     if call.op in CONVOLUTIONS:
         # every output element sums over one filter; a transposed one spreads every input element over one
-        outer = left if call.get("transposed") else out
+        outer = left if call.get("transposed") or "transpose" in call.op else out
         flops = 2.0 * outer.size * right.size / right.shape[0]
     else:
         flops = 2.0 * out.size * left.shape[-1]
