@@ -20,7 +20,7 @@ VIEWS = frozenset(
         "aten.view", "aten.view_as", "aten.reshape", "aten.flatten", "aten.unflatten", "aten.unsqueeze", "aten.squeeze", "aten.expand",
         "aten.expand_as", "aten.transpose", "aten.permute", "aten.t", "aten.mT", "aten.numpy_T", "aten.movedim", "aten.swapaxes", "aten.split",
         "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.slice", "aten.select", "aten.narrow", "aten.diagonal", "aten.broadcast_to",
-        "aten.detach", "aten.alias",
+        "aten.detach", "aten.alias", "aten.unfold",
     }
 )  # fmt: skip
 COPIED_IF_STRIDED = frozenset({"aten.reshape", "aten.flatten", "aten.view_as"})
@@ -34,6 +34,8 @@ FACTORS = {
     **dict.fromkeys(CONVOLUTIONS, ("input", "weight")),
 }  # fmt: skip
 ATTENTION = "aten.scaled_dot_product_attention"
+# operators that draw a mask, and over how many of the first dims (None: all)
+MASKED = {"aten.dropout": None, "aten.alpha_dropout": None, "aten.feature_dropout": 2, "aten.feature_alpha_dropout": 2}
 SPARSE_TABLE = "aten.embedding"
 
 
@@ -67,7 +69,7 @@ def differentiable(graph: Graph, node: Node) -> bool:
 def is_view(graph: Graph, node: Node) -> bool:
     """Whether the outputs share the storage of the first operand: no time, no memory."""
     call = node.call
-    if call.op == "aten.dropout":
+    if call.op in MASKED:
         return not call["train"] or call["p"] == 0
     refs = call.refs()
     if call.op in CASTS:
@@ -158,8 +160,8 @@ def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
     call, out = node.call, node.outputs[0]
     if not differentiable(graph, node) or is_view(graph, node):
         return ()
-    if call.op == "aten.dropout":
-        return ((out.name, float(out.size)),)  # the mask
+    if call.op in MASKED:
+        return ((out.name, float(prod(out.shape[: MASKED[call.op]]))),)  # the mask
     if call.op == "aten.cross_entropy_loss":
         logits = tensor(graph, call, "self")
         assert logits is not None
@@ -172,6 +174,9 @@ def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
         scores = out.size / out.shape[-1] * key.shape[-2]
         # the fused kernel keeps the log-sum-exp of every row; with dropout scores, probabilities and mask are kept
         return ((out.name, scores * (2 * DTYPE_BYTES[out.dtype] + 1) if call.get("dropout_p") else 4.0 * out.size / out.shape[-1]),)
-    if call.op.startswith("aten.max_pool"):
+    if call.op in ("aten.group_norm", "aten.instance_norm"):
+        groups = call["num_groups"] if call.op == "aten.group_norm" else out.shape[1]
+        return ((out.name, 8.0 * out.shape[0] * groups),)
+    if call.op.startswith("aten.max_pool") and len(node.outputs) == 1:
         return ((out.name, 8.0 * out.size),)  # indices
     return ()

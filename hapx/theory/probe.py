@@ -97,7 +97,7 @@ def truth(sample: Sample, seed: int = 0) -> Truth:
     call = complete(sample.call)
     names = call.refs()
     leaves = [drawn[n].clone().requires_grad_(draws[n].requires_grad) for n in names]
-    refs = {n: TensorRef(n, d.shape, d.dtype, Kind.INPUT, d.requires_grad) for n, d in sample.draws}
+    refs = {n: TensorRef(n, d.shape, d.dtype, Kind.BUFFER if d.mutated else Kind.INPUT, d.requires_grad, d.mutated) for n, d in sample.draws}
     alone = Setting(Mesh("alone", (Axis("d", 1, "devices"),), (0,), 0), Dealt(1, None, 1))
     whole = Placement((REPLICATED,))
 
@@ -355,7 +355,7 @@ def _differences(truth: Truth, runs: Sequence[Run], pre: Sequence[Placement], po
         if not ref.requires_grad and not torch.equal(truth.operands[i], truth.changed[i]):
             if not in_placement([r.changed[i] for r in runs], placement, truth.changed[i], setting, truth.tolerance):
                 yield f"{ref.name} is not changed as on one device"
-            elif any(isinstance(s, Sharded | Partial) for s in placement.states):
+            elif not ref.mutated and any(isinstance(s, Sharded | Partial) for s in placement.states):
                 yield f"{ref.name} is changed in a copy that is thrown away"
 
 
