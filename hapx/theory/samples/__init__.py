@@ -11,16 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hapx.theory.samples.convolution import convolutions, grouped, transposed
 from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, dtype, ids, positive, sample, t, unit
+from hapx.theory.samples.dropout import dropouts
 from hapx.theory.samples.linalg import attention, products
 from hapx.theory.samples.losses import losses
+from hapx.theory.samples.normalization import channels, groups, rows
 from hapx.theory.samples.pointwise import binary, casts, pointwise
-from hapx.theory.samples.reductions import norms, reductions
+from hapx.theory.samples.pooling import pools, unpools
+from hapx.theory.samples.reductions import reductions, softmaxes
+from hapx.theory.samples.resampling import columns, interpolations, paddings, points, shuffles
 from hapx.theory.samples.views import pieces, views
 
-SAMPLES: tuple[Sample, ...] = tuple(
-    s for family in (pointwise, binary, casts, products, attention, views, pieces, reductions, norms, losses) for s in family()
-)
+FAMILIES = (
+    pointwise, binary, casts,
+    products, attention,
+    convolutions, grouped, transposed,
+    views, pieces,
+    reductions, softmaxes,
+    rows, channels, groups,
+    pools, unpools,
+    interpolations, paddings, shuffles, columns, points,
+    losses,
+    dropouts,
+)  # fmt: skip
+SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 
 UNDEFINED = "its values are undefined"
 UNSAMPLED: Mapping[str, str] = {
