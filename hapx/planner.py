@@ -135,7 +135,9 @@ def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | Non
         counters.views.append(mesh.name)
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
-    return _ranked(setting, found, counters)
+    ranked = _ranked(setting, found, counters)
+    counters.search.gap = ranked[0].gap
+    return ranked
 
 
 def _ranked(setting: Setting, found: list[Candidate], counters: Counters) -> list[Candidate]:
@@ -279,7 +281,9 @@ class _Alternation:
                 total = sum(self.setting.rule.ratios)
                 per = {row: tuple(s / total for s in self.setting.rule.ratios) for row in per}
             cost = goal.time(shares)
-            self.found[key] = Candidate(self.theory, self.costs, solution.program, solution.storage_of, lengths, per, cost, cost)
+            self.found[key] = Candidate(
+                self.theory, self.costs, solution.program, solution.storage_of, lengths, per, cost, cost, solution.statistics.gap
+            )
         return self.found[key]
 
 
