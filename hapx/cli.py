@@ -115,6 +115,29 @@ def compare(files: Annotated[list[Path], typer.Argument(metavar="PLAN PLAN", hel
 
 
 @app.command()
+def whatif(
+    file: Annotated[Path, PLAN_FILE],
+    drop: Annotated[list[str] | None, typer.Option(help="A machine, machines of a name, or a device type to leave out; may be repeated.")] = None,
+    add: Annotated[list[str] | None, typer.Option(help='One more machine, as "2xA100-SXM4-40GB"; may be repeated.')] = None,
+    bandwidth: Annotated[str | None, typer.Option(help='Of the links between machines, as "25 Gbit/s".')] = None,
+) -> None:
+    """Plans the model of a plan again for a changed cluster and compares; without changes: is it faster without the slowest type of device?"""
+    with _one_line():
+        from hapx.report.whatif import changed, describe, slowest_type, whatif_table
+
+        found, drop, add = _load(file), drop or [], add or []
+        clusters = {}
+        if drop or add or bandwidth:
+            clusters[describe(drop, add, bandwidth)] = changed(found.cluster, drop, add, bandwidth)
+        slowest = slowest_type(found)
+        if slowest is not None and slowest not in drop:
+            clusters[f"without {slowest} (the slowest)"] = changed(found.cluster, [slowest])
+        if not clusters:
+            _fail("nothing to compare: all devices are of one type; allowed: --drop, --add, --bandwidth")
+        typer.echo(whatif_table(found, clusters))
+
+
+@app.command()
 def simulate(
     file: Annotated[Path, PLAN_FILE],
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev or chrome://tracing here (JSON).")] = None,
