@@ -136,6 +136,8 @@ def _draw(draw: Draw, generator: torch.Generator) -> Tensor:
     x = _normal(draw.shape, dtype, generator)
     if draw.values is Values.POSITIVE:
         return x.abs() + 0.1
+    if draw.values is Values.ABOVE_ONE:
+        return x.abs() + 1.1
     if draw.values is Values.UNIT:
         return x.sigmoid()
     if draw.values is Values.SHARES:

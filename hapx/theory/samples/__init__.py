@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, dtype, ids, positive, sample, t, unit
 from hapx.theory.samples.linalg import attention, products
 from hapx.theory.samples.losses import losses
-from hapx.theory.samples.pointwise import binary, casts, pointwise
+from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, several, with_numbers
 from hapx.theory.samples.reductions import norms, reductions
 from hapx.theory.samples.views import pieces, views
 
-SAMPLES: tuple[Sample, ...] = tuple(
-    s for family in (pointwise, binary, casts, products, attention, views, pieces, reductions, norms, losses) for s in family()
-)
+FAMILIES = (
+    pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, views, pieces, reductions, norms, losses,
+)  # fmt: skip
+SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 
 UNDEFINED = "its values are undefined"
 UNSAMPLED: Mapping[str, str] = {

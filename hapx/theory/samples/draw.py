@@ -15,6 +15,7 @@ class Values(Enum):
     NORMAL = "normal"
     POSITIVE = "positive"
     UNIT = "unit"
+    ABOVE_ONE = "above one"
     IDS = "ids"
     SPECIAL = "special"
     SHARES = "shares"
@@ -71,6 +72,11 @@ def positive(*shape: int, grad: bool = True) -> Draw:
 
 def unit(*shape: int) -> Draw:
     return Draw(shape, values=Values.UNIT)
+
+
+def above(*shape: int) -> Draw:
+    """Numbers above 1."""
+    return Draw(shape, values=Values.ABOVE_ONE)
 
 
 def ids(*shape: int, limit: int) -> Draw:
