@@ -13,13 +13,14 @@ from collections.abc import Mapping
 
 from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, dtype, ids, positive, sample, t, unit
 from hapx.theory.samples.linalg import attention, products
-from hapx.theory.samples.losses import losses
+from hapx.theory.samples.losses import class_losses, losses, row_by_row
 from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, several, with_numbers
 from hapx.theory.samples.reductions import norms, reductions
 from hapx.theory.samples.views import pieces, views
 
 FAMILIES = (
-    pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, views, pieces, reductions, norms, losses,
+    pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, views, pieces, reductions, norms, losses, class_losses,
+    row_by_row,
 )  # fmt: skip
 SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 

@@ -16,6 +16,7 @@ class Values(Enum):
     POSITIVE = "positive"
     UNIT = "unit"
     ABOVE_ONE = "above one"
+    SIGNS = "signs"
     IDS = "ids"
     SPECIAL = "special"
     SHARES = "shares"
@@ -70,8 +71,13 @@ def positive(*shape: int, grad: bool = True) -> Draw:
     return Draw(shape, values=Values.POSITIVE, grad=grad)
 
 
-def unit(*shape: int) -> Draw:
-    return Draw(shape, values=Values.UNIT)
+def unit(*shape: int, grad: bool = True) -> Draw:
+    return Draw(shape, values=Values.UNIT, grad=grad)
+
+
+def signs(*shape: int) -> Draw:
+    """1 and -1."""
+    return Draw(shape, values=Values.SIGNS, grad=False)
 
 
 def above(*shape: int) -> Draw:
