@@ -20,6 +20,7 @@ from hapx.collectives.blocks import gather_shards
 from hapx.collectives.communicator import Communicator
 from hapx.collectives.cross_entropy import cross_entropy
 from hapx.collectives.dropout import attention_dropout, dropout
+from hapx.collectives.indexing import gather, index
 from hapx.collectives.losses import mean_loss, nll_loss
 from hapx.layout import Block
 from hapx.plan import Form
@@ -86,6 +87,6 @@ def linear_sfb(
 COMPOSITES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         f"hapx.{function.__name__}": function
-        for function in (embedding, cross_entropy, batch_norm, mean, mean_loss, nll_loss, linear_sfb, dropout, attention_dropout)
+        for function in (embedding, cross_entropy, batch_norm, mean, mean_loss, nll_loss, linear_sfb, dropout, attention_dropout, gather, index)
     }
 )

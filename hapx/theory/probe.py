@@ -131,6 +131,8 @@ def _draw(draw: Draw, generator: torch.Generator) -> Tensor:
     dtype = getattr(torch, draw.dtype)
     if draw.values is Values.IDS:
         return torch.randint(0, draw.limit, draw.shape, generator=generator, dtype=dtype)
+    if draw.values is Values.DISTINCT:
+        return torch.rand(draw.shape, generator=generator).argsort(draw.limit)
     if draw.values is Values.BOOL:
         return torch.randint(0, 2, draw.shape, generator=generator).to(dtype)
     x = _normal(draw.shape, dtype, generator)

@@ -29,6 +29,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_the_registry_names_every_composite():
     names = {"embedding", "cross_entropy", "batch_norm", "mean", "mean_loss", "nll_loss", "linear_sfb", "dropout", "attention_dropout"}
+    names |= {"gather", "index"}
     assert set(COMPOSITES) == {f"hapx.{n}" for n in names}
 
 
@@ -291,6 +292,33 @@ def test_negative_log_likelihood_split_by_classes(lengths, reduction):
         return torch.ops.aten.nll_loss_nd(x, target, weight, reduction, 1)
 
     Case(((randn(6, 5), sharded(1, lengths), True),), PAR, operator, reference).check(len(lengths))
+
+
+# --- reading rows that are elsewhere -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(7,), (4, 3), (0, 5, 2)])
+def test_gather_along_a_split_dim(lengths):
+    index = torch.tensor([[0, 6, 4], [4, 3, 1]])
+
+    def operator(comm, x):
+        return composite("gather")(self=x, dim=1, index=index, offset=sum(lengths[: comm.rank]))
+
+    Case(((randn(5, 7), sharded(1, lengths), True),), PAR, operator, lambda x: x.gather(1, index)).check(len(lengths))
+
+
+@pytest.mark.parametrize("lengths", [(7,), (4, 3), (0, 5, 2)])
+@pytest.mark.parametrize("dim", [0, 2])
+def test_advanced_indexing_of_a_split_dim_counts_negative_indices_from_the_end_of_the_whole(lengths, dim):
+    rows, columns = torch.tensor([[0], [-1], [3]]), torch.tensor([1, -7, 6, 2])
+    shape = (7, 2, 7, 3)
+
+    def operator(comm, x):
+        offsets = [None, None, None]
+        offsets[dim] = sum(lengths[: comm.rank])
+        return composite("index")(self=x, indices=(rows, None, columns), offsets=offsets, sizes=shape)
+
+    Case(((randn(*shape), sharded(dim, lengths), True),), PAR, operator, lambda x: x[rows, :, columns]).check(len(lengths))
 
 
 # --- sufficient factor broadcasting ----------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from hapx.ir import FLOATING, OpCall, Ref, TorchConst
 
 
 class Values(Enum):
-    """How an operand is drawn. IDS: integers below `limit`; SPECIAL: normal with infinities and nans; SHARES: positive, rows sum to 1."""
+    """How an operand is drawn. IDS: integers below `limit`; DISTINCT: indices along dim `limit` that do not meet; SPECIAL: normal with infinities
+    and nans; SHARES: positive, rows sum to 1."""
 
     NORMAL = "normal"
     POSITIVE = "positive"
@@ -19,6 +20,7 @@ class Values(Enum):
     SIGNS = "signs"
     IDS = "ids"
     SPECIAL = "special"
+    DISTINCT = "distinct"
     SHARES = "shares"
     BOOL = "bool"
 
@@ -98,7 +100,7 @@ def dtype(name: str) -> TorchConst:
 
 
 def sample(target: str, excuse: Reason | None = None, /, **args: Any) -> Sample:
-    """A sample of `target`: Draws (and lists of them) become operands, everything else constants."""
+    """A sample of `target`: Draws (and lists of them, or None) become operands, everything else constants."""
     values: list[tuple[str, Any]] = []
     draws: list[tuple[str, Draw]] = []
     for name, value in args.items():
@@ -106,9 +108,9 @@ def sample(target: str, excuse: Reason | None = None, /, **args: Any) -> Sample:
             draws.append((name, value))
             values.append((name, Ref(name)))
         elif isinstance(value, list):
-            members = [(f"{name}{i}", d) for i, d in enumerate(value)]
-            draws += members
-            values.append((name, tuple(Ref(n) for n, _ in members)))
+            members = [(f"{name}{i}" if d is not None else None, d) for i, d in enumerate(value)]
+            draws += [(n, d) for n, d in members if n is not None]
+            values.append((name, tuple(None if n is None else Ref(n) for n, _ in members)))
         else:
             values.append((name, value))
     return Sample(OpCall(f"aten.{target}" if target.count(".") else f"aten.{target}.default", tuple(values)), tuple(draws), excuse)
