@@ -12,14 +12,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, dtype, ids, positive, sample, t, unit
+from hapx.theory.samples.einsum import contractions
 from hapx.theory.samples.linalg import attention, products
 from hapx.theory.samples.losses import losses
 from hapx.theory.samples.pointwise import binary, casts, pointwise
+from hapx.theory.samples.recurrent import recurrent
 from hapx.theory.samples.reductions import norms, reductions
+from hapx.theory.samples.routing import routing
 from hapx.theory.samples.views import pieces, views
 
 SAMPLES: tuple[Sample, ...] = tuple(
-    s for family in (pointwise, binary, casts, products, attention, views, pieces, reductions, norms, losses) for s in family()
+    s
+    for family in (
+        pointwise,
+        binary,
+        casts,
+        products,
+        attention,
+        contractions,
+        recurrent,
+        views,
+        pieces,
+        reductions,
+        norms,
+        losses,
+        routing,
+    )
+    for s in family()
 )
 
 UNDEFINED = "its values are undefined"
