@@ -48,6 +48,11 @@ SAVES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     }
 )  # fmt: skip
 
+# linear in every operand: each is kept if another one needs a gradient
+MULTILINEAR = frozenset(
+    {"aten.mul", "aten.einsum", "aten.outer", "aten.ger", "aten.tensordot", "aten.kron", "aten.linalg_multi_dot", "aten.chain_matmul"}
+)
+
 
 def states_of(optimizer: str) -> int:
     """fp32 numbers that an optimizer keeps per element of a parameter. Raises HapError for an unknown name."""
@@ -75,7 +80,7 @@ def saved(node: Node, graph: Graph) -> tuple[str, ...]:
         left, right = (tensor(graph, call, name) for name in FACTORS[call.op])
         assert left is not None and right is not None
         return tuple(a.name for a, b in ((left, right), (right, left)) if b.requires_grad)
-    if call.op == "aten.mul":
+    if call.op in MULTILINEAR:
         return tuple(r.name for i, r in enumerate(refs) if any(o.requires_grad for j, o in enumerate(refs) if j != i))
     if call.op == "aten.div":
         divisor = tensor(graph, call, "other")

@@ -39,6 +39,9 @@ from hapx.graph.regions import Mark
 
 MARK = "hapx"  # key of the mark among a node's annotations
 
+# attributes that torch's own modules derive from their parameters, which the exporter exchanges: put back, but no state of the model
+_DERIVED = ((nn.RNNBase, frozenset({"_flat_weights", "_flat_weight_refs"})),)
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
@@ -110,7 +113,14 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ == "__get__":  # a property such as x.shape
             return func(*args, **(kwargs or {}))
-        with annotate({MARK: self._mark(sys._getframe(1))}):
+        mark = self._mark(sys._getframe(1))
+        if func.__name__ == "_pack_padded_sequence":
+            raise CaptureError(
+                "packed sequences cannot be captured: their shapes depend on the values of the lengths",
+                where=mark.where,
+                hint="give the recurrent module the padded batch, and mask what is behind the end of each sequence",
+            )
+        with annotate({MARK: mark}):
             return func(*args, **(kwargs or {}))
 
     def _mark(self, frame: FrameType | None) -> Mark:
@@ -233,7 +243,8 @@ def _same_module(module: nn.Module, changes: _Changes | None = None) -> Iterator
         yield
     finally:
         for name, m in modules.items():
-            changes.names += [f"{name}.{k}" if name else k for k in _restore(m, before[name])]
+            derived = {k for kind, keys in _DERIVED if isinstance(m, kind) for k in keys}
+            changes.names += [f"{name}.{k}" if name else k for k in _restore(m, before[name]) if k not in derived]
 
 
 def _write_assigned_buffers(module: nn.Module, changes: _Changes) -> None:

@@ -12,16 +12,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, dtype, ids, positive, sample, t, unit
+from hapx.theory.samples.einsum import contractions
 from hapx.theory.samples.indexing import advanced, indexing
 from hapx.theory.samples.linalg import attention, products
 from hapx.theory.samples.losses import class_losses, losses, row_by_row
 from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, several, with_numbers
+from hapx.theory.samples.recurrent import recurrent
 from hapx.theory.samples.reductions import norms, reductions
+from hapx.theory.samples.routing import routing
 from hapx.theory.samples.views import pieces, views
 
 FAMILIES = (
-    pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, views, pieces, reductions, norms, losses, class_losses,
-    row_by_row, indexing, advanced,
+    pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, contractions, recurrent, views, pieces, reductions, norms,
+    losses, class_losses, row_by_row, indexing, advanced, routing,
 )  # fmt: skip
 SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 

@@ -53,11 +53,13 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`draws`: operands by the name of their Ref. `excuse`: why rules that are true for this call are not claimed, if any are."""
+    """`draws`: operands by the name of their Ref. `excuse`: why rules that are true for this call are not claimed, if any are. `whole`: operands
+    of which no pieces are tried beyond the claims, because the kernel checks no shapes and reads memory that is not its own."""
 
     call: OpCall
     draws: tuple[tuple[str, Draw], ...]
     excuse: Reason | None = None
+    whole: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{n}: {d.dtype}{list(d.shape)}{'' if d.requires_grad else ' no grad'}" for n, d in self.draws)
