@@ -10,6 +10,7 @@ gradient. Values that enter a no_grad context are detached there, so nothing ins
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from hapx.graph import normalize_args as arguments
 from hapx.graph.capture_inputs import unique_name
 from hapx.graph.normalize_args import name_of
 from hapx.graph.normalize_flatten import Call, Slot, slots_in
+from hapx.graph.normalize_views import Step, View, Views, scatter_into
 from hapx.graph.regions import Mark
 from hapx.ir import DTYPE_BYTES, FLOATING, Kind, Node, OpCall, Ref, TensorRef
 
@@ -50,6 +52,8 @@ class Emitter:
         self._written: dict[str, str] = {}
         self._detached: dict[str, Slot] = {}
         self._last_use: dict[int, int] = {}
+        self._views: defaultdict[int, Views] = defaultdict(Views)
+        self._fakes: dict[str, Tensor] = {}
 
     def root(self, slot: Slot, ref: TensorRef, fake: Tensor) -> None:
         """Declare a tensor that the program is given."""
@@ -112,6 +116,9 @@ class Emitter:
             ref = self._tensor(name, fake, kind, call)
             outputs.append(ref)
             self._assign(slot, name, fake)
+            source = bound.get("self")
+            if len(slots) == 1 and isinstance(source, Slot) and source.storage == slot.storage:
+                self._views[slot.storage].note(name, View(source.name, op, {k: v for k, v in bound.items() if k != "self"}))
         plain = tuple((k, arguments.plain_value(v, call.where, _to_ref)) for k, v in bound.items())
         devices = arguments.device_arguments(op)
         plain = tuple((k, None if k in devices else v) for k, v in plain)
@@ -197,7 +204,7 @@ class Emitter:
         assert call.written is not None
         target: Slot = bound[call.written]
         assert target.fake is not None
-        self._refuse_write(i, call, target)
+        steps = self._refuse_write(i, call, target)
         new = Slot()
         if call.op._schema.name == "aten::copy_":
             self._copy(call, bound["src"], target.fake, new)
@@ -209,12 +216,40 @@ class Emitter:
         kind, name = self._root_kind.get(target.storage, (Kind.VALUE, ""))
         if kind is Kind.BUFFER:
             self._note_write(name, "an in-place operator", call)
-        self._alive.append(new.fake)
-        self._alias[_storage(new.fake)] = target.storage
-        old = target.name
+        renamed = self._follow(call, target, new, steps)
         for slot in self._group[target.storage]:
-            if slot.name == old:
-                slot.name, slot.fake = new.name, new.fake
+            if slot.name in renamed:
+                changed = renamed[slot.name]
+                slot.name, slot.fake = changed.name, changed.fake
+
+    def _follow(self, call: Call, target: Slot, new: Slot, steps: Sequence[Step]) -> dict[str, Slot]:
+        """New values for all names of the memory that are read later, by their old names."""
+        views, renamed = self._views[target.storage], {target.name: new}
+        self._join(new, target)
+        for step in steps:
+            view, out = views[step.written or step.name], Slot()
+            if step.written is None:
+                self._compute(call, view.op, {"self": renamed[view.source], **view.rest}, out)
+            else:
+                scattered = scatter_into(view, self._value(step.name), renamed[step.written])
+                assert scattered is not None
+                self._compute(call, *scattered, out)
+            self._join(out, target)
+            renamed[step.name] = out
+        views.rename({old: slot.name for old, slot in renamed.items()})
+        return renamed
+
+    def _join(self, slot: Slot, target: Slot) -> None:
+        """The slot's value is on the memory of `target` from now on."""
+        assert slot.fake is not None
+        self._alive.append(slot.fake)
+        self._fakes[slot.name] = slot.fake
+        self._alias[_storage(slot.fake)] = slot.storage = target.storage
+
+    def _value(self, name: str) -> Slot:
+        slot = Slot()
+        slot.name, slot.fake = name, self._fakes[name]
+        return slot
 
     def _copy(self, call: Call, source: Any, like: Tensor, new: Slot) -> None:
         """`like.copy_(source)`: the source, in the target's dtype and shape."""
@@ -243,7 +278,8 @@ class Emitter:
             self._compute(call, torch.ops.aten.to.dtype, bound, cast)
             new.name, new.fake = cast.name, cast.fake
 
-    def _refuse_write(self, i: int, call: Call, target: Slot) -> None:
+    def _refuse_write(self, i: int, call: Call, target: Slot) -> Sequence[Step]:
+        """What follows from the write for other names of the memory; errors where it cannot be a new value."""
         kind, name = self._root_kind.get(target.storage, (Kind.VALUE, ""))
         what = f"{name_of(call.op)} changes"
         assert target.fake is not None
@@ -253,16 +289,22 @@ class Emitter:
             raise CaptureError(
                 f"{what} the input {name!r} in place", where=call.where, hint=f"{name} = {name}.clone() before, or the operator without _"
             )
-        if not call.mark.grad and target.fake.requires_grad:
+        others = [s.name for s in self._group[target.storage] if s.name != target.name and self._last_use.get(id(s), -1) > i]
+        views = self._views[target.storage]
+        path = views.path(target.name)
+        if not call.mark.grad and any(self._fakes[n].requires_grad for n in path):
             raise CaptureError(f"{what} a value that needs a gradient, under no_grad", where=call.where, hint="use a new tensor")
-        seen = [s for s in self._group[target.storage] if s.name != target.name and self._last_use.get(id(s), -1) > i]
-        if seen or (kind is Kind.BUFFER and self.normal.tensors[name].shape != tuple(target.fake.shape)):
+        if kind is Kind.BUFFER and len(path) > 1:
+            others.append(path[-1])  # what it holds at the end is an output
+        steps = views.steps(target.name, dict.fromkeys(others))
+        if steps is None or any(s.written and scatter_into(views[s.written], *[self._value(s.name)] * 2) is None for s in steps):
             raise UnsupportedOperatorError(
                 f"{name_of(call.op)} writes into a tensor of which another view is read later",
                 where=call.where,
-                allowed="in-place operators on whole tensors",
+                allowed="in-place operators on whole tensors, slices, reshaped and transposed tensors",
                 hint="make a new tensor with torch.where, torch.cat or the operator without _",
             )
+        return steps
 
     def _note_statistics(self, call: Call, bound: Mapping[str, Any]) -> None:
         flag, buffers = arguments.STATEFUL[name_of(call.op)]
@@ -282,6 +324,7 @@ class Emitter:
 
     def _assign(self, slot: Slot, name: str, fake: Tensor) -> None:
         self._alive.append(fake)
+        self._fakes[name] = fake
         key = _storage(fake)
         slot.name, slot.fake, slot.storage = name, fake, self._alias.get(key, key)
         group = self._group.setdefault(slot.storage, [])
