@@ -134,7 +134,14 @@ def casts(m: Model, h: Tensor) -> Tensor:
     return h.float().to(torch.bfloat16).to("cpu").to(h).type_as(h) + h.to("cpu", torch.float32)
 
 
-CASES = [chain, masked, whole_fill, view_first, clones, two_names, fresh_constants, buffers, buffer_with_gradient, attribute, multiple, casts]
+def powers(m: Model, h: Tensor) -> Tensor:
+    y = h.exp()
+    y.pow_(2).clamp_(max=3).div_(3, rounding_mode=None)
+    y.zero_()
+    return F.rrelu(h, 0.1, 0.5, training=False) + y
+
+
+CASES = [chain, powers, masked, whole_fill, view_first, clones, two_names, fresh_constants, buffers, buffer_with_gradient, attribute, multiple, casts]
 
 
 @pytest.mark.parametrize("body", CASES, ids=lambda f: f.__name__)
