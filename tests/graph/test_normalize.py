@@ -135,7 +135,7 @@ def casts(m: Model, h: Tensor) -> Tensor:
 
 
 def powers(m: Model, h: Tensor) -> Tensor:
-    y = h.exp()
+    y = h * 2
     y.pow_(2).clamp_(max=3).div_(3, rounding_mode=None)
     y.zero_()
     return F.rrelu(h, 0.1, 0.5, training=False) + y
