@@ -1,5 +1,7 @@
 """The operator tables. Importing this package fills the registry."""
 
-from hapx.theory.ops import advanced_indexing, indexing, linalg, losses, pointwise, reductions, views
+from hapx.theory.ops import advanced_indexing, diagonals, indexing, linalg, losses, pointwise, reductions, repeats, scans, statistics, vectors, views
 
-__all__ = ["advanced_indexing", "indexing", "linalg", "losses", "pointwise", "reductions", "views"]
+__all__ = [
+    "advanced_indexing", "diagonals", "indexing", "linalg", "losses", "pointwise", "reductions", "repeats", "scans", "statistics", "vectors", "views",
+]  # fmt: skip

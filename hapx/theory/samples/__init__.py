@@ -17,11 +17,13 @@ from hapx.theory.samples.linalg import attention, products
 from hapx.theory.samples.losses import class_losses, losses, row_by_row
 from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, several, with_numbers
 from hapx.theory.samples.reductions import norms, reductions
+from hapx.theory.samples.scans import diagonals, repeats, scans
+from hapx.theory.samples.statistics import statistics, vectors
 from hapx.theory.samples.views import pieces, views
 
 FAMILIES = (
     pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, views, pieces, reductions, norms, losses, class_losses,
-    row_by_row, indexing, advanced,
+    row_by_row, indexing, advanced, scans, repeats, diagonals, statistics, vectors,
 )  # fmt: skip
 SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 
