@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hapx.errors import CaptureError, UnsupportedOperatorError
 from hapx.graph import normalize_args as arguments
+from hapx.graph import normalize_bags as bags
 from hapx.graph.capture_inputs import unique_name
 from hapx.graph.normalize_args import name_of
 from hapx.graph.normalize_flatten import Call, Slot, slots_in
@@ -92,6 +93,11 @@ class Emitter:
             extra = {k: bound.get(k) for k in ("non_blocking", "copy", "memory_format")} if "copy" in bound else {}
             options = {"non_blocking": False, "copy": False, "memory_format": None} | extra
             self._compute(call, torch.ops.aten.to.dtype, {"self": bound["self"], "dtype": dtype, **options}, call.out)
+        elif name == "aten.rrelu.default" and not bound["training"]:
+            slope = (bound["lower"] + bound["upper"]) / 2
+            self._compute(call, torch.ops.aten.leaky_relu.default, {"self": bound["self"], "negative_slope": slope}, call.out)
+        elif name in bags.TARGETS and bags.can_be_written_out(bound) and not any(id(slot) in self._last_use for slot in call.out[1:]):
+            self._bags(call, bound)
         else:
             if name in arguments.STATEFUL:
                 self._note_statistics(call, bound)
@@ -198,6 +204,19 @@ class Emitter:
                 self._compute(replace(call, base="expand"), torch.ops.aten.expand.default, bound, out)
 
     # writes in place
+
+    def _bags(self, call: Call, bound: Mapping[str, Any]) -> None:
+        def compute(op: torch._ops.OpOverload, **given: Any) -> Slot:
+            slot = Slot()
+            self._compute(call, op, arguments.bind(op, (), given), slot)
+            return slot
+
+        def producer(slot: Slot) -> Node | None:
+            return next((n for n in self.normal.nodes if any(o.name == slot.name for o in n.outputs)), None)
+
+        result = bags.embedding_bag(bound, bags.bag_length(bound, producer), compute)
+        assert result.fake is not None
+        self._assign(call.out[0], result.name, result.fake)
 
     def _write(self, i: int, call: Call, bound: dict[str, Any]) -> None:
         """The write as a new value, which all names of the written tensor mean from here on."""

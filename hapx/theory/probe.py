@@ -140,6 +140,8 @@ def _draw(draw: Draw, generator: torch.Generator) -> Tensor:
         return x.abs() + 0.1
     if draw.values is Values.ABOVE_ONE:
         return x.abs() + 1.1
+    if draw.values is Values.ORDERED:
+        return x.sort().values
     if draw.values is Values.SIGNS:
         return x.sign()
     if draw.values is Values.UNIT:

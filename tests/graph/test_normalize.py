@@ -183,6 +183,13 @@ def part_of_a_buffer(m: Model, h: Tensor) -> Tensor:
     return h * m.state
 
 
+def powers(m: Model, h: Tensor) -> Tensor:
+    y = h * 2
+    y.pow_(2).clamp_(max=3).div_(3, rounding_mode=None)
+    y.zero_()
+    return F.rrelu(h, 0.1, 0.5, training=False) + y
+
+
 CASES = [
     column,
     stale,
@@ -191,6 +198,7 @@ CASES = [
     shifted,
     part_of_a_buffer,
     chain,
+    powers,
     masked,
     whole_fill,
     view_first,

@@ -44,7 +44,7 @@ SCALAR = """
 # one tensor, constant between jumps: no gradient
 STEPS = "aten.sign aten.sgn aten.floor aten.ceil aten.round aten.trunc aten.fix aten.special_round"
 # only shape and dtype of the tensor count
-ALIKE = "aten.zeros_like aten.ones_like aten.full_like aten.fill.Scalar aten.isreal"
+ALIKE = "aten.zeros_like aten.ones_like aten.full_like aten.fill.Scalar aten.zero aten.isreal"
 # one tensor and a number, linear in the tensor
 LINEAR_SCALAR = "aten.mul.Scalar aten.multiply.Scalar aten.div.Scalar aten.divide.Scalar aten.true_divide.Scalar"
 # a number to the power of, times the logarithm of... the second tensor

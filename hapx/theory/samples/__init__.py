@@ -20,11 +20,13 @@ from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, 
 from hapx.theory.samples.recurrent import recurrent
 from hapx.theory.samples.reductions import norms, reductions
 from hapx.theory.samples.routing import routing
+from hapx.theory.samples.scans import diagonals, repeats, scans
+from hapx.theory.samples.statistics import statistics, vectors
 from hapx.theory.samples.views import pieces, views
 
 FAMILIES = (
     pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, contractions, recurrent, views, pieces, reductions, norms,
-    losses, class_losses, row_by_row, indexing, advanced, routing,
+    losses, class_losses, row_by_row, indexing, advanced, routing, scans, repeats, diagonals, statistics, vectors,
 )  # fmt: skip
 SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 

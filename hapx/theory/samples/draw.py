@@ -18,6 +18,7 @@ class Values(Enum):
     UNIT = "unit"
     ABOVE_ONE = "above one"
     SIGNS = "signs"
+    ORDERED = "ordered"
     IDS = "ids"
     SPECIAL = "special"
     DISTINCT = "distinct"
@@ -91,6 +92,16 @@ def above(*shape: int) -> Draw:
 
 def ids(*shape: int, limit: int) -> Draw:
     return Draw(shape, "int64", Values.IDS, limit)
+
+
+def permuted(*shape: int, dim: int = -1) -> Draw:
+    """Indices along `dim` that do not meet."""
+    return Draw(shape, "int64", Values.DISTINCT, dim)
+
+
+def ordered(*shape: int) -> Draw:
+    """Numbers that ascend along the last dim, without a gradient."""
+    return Draw(shape, values=Values.ORDERED, grad=False)
 
 
 def booleans(*shape: int) -> Draw:

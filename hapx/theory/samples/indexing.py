@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, ids, positive, sample, t, words
+from hapx.theory.samples.draw import Reason, Sample, booleans, ids, permuted, positive, sample, t, words
 
 
 def indexing() -> Iterator[Sample]:
@@ -40,11 +40,6 @@ def indexing() -> Iterator[Sample]:
     yield sample("index_fill.int_Scalar", self=t(4, 6), dim=0, index=ids(3, limit=4), value=0.0)
     yield sample("index_fill.int_Tensor", self=t(4, 6), dim=1, index=ids(3, limit=6), value=t())
     yield sample("index_reduce", self=positive(4, 6), dim=1, index=ids(3, limit=6), source=positive(4, 3), reduce="amax")
-
-
-def permuted(*shape: int, dim: int = -1) -> Draw:
-    """Indices along `dim` that do not meet."""
-    return Draw(shape, "int64", Values.DISTINCT, dim)
 
 
 def advanced() -> Iterator[Sample]:

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 from hapx.theory.samples.draw import Reason, Sample, Values, above, booleans, dtype, ids, positive, sample, t, unit, words
 
-UNARY = """neg negative clone contiguous positive alias detach lift_fresh_copy deg2rad rad2deg relu gelu silu sigmoid tanh exp exp2 expm1 abs absolute
-    sin cos tan atan arctan sinh cosh asinh arcsinh erf erfc square elu selu celu leaky_relu hardtanh relu6 hardswish hardsigmoid softplus mish
-    log_sigmoid hardshrink softshrink sign sgn floor ceil round trunc fix frac zeros_like ones_like i0 sinc special_expit special_erf special_erfc
-    special_erfcx special_exp2 special_expm1 special_sinc special_ndtr special_log_ndtr special_i0 special_i0e special_i1 special_i1e special_round"""
+UNARY = """
+    neg negative clone contiguous positive alias detach lift_fresh_copy deg2rad rad2deg relu gelu silu sigmoid tanh exp exp2 expm1 abs
+    absolute sin cos tan atan arctan sinh cosh asinh arcsinh erf erfc square elu selu celu leaky_relu hardtanh relu6 hardswish hardsigmoid
+    softplus mish log_sigmoid hardshrink softshrink sign sgn floor ceil round trunc fix frac zero zeros_like ones_like i0 sinc special_expit
+    special_erf special_erfc special_erfcx special_exp2 special_expm1 special_sinc special_ndtr special_log_ndtr special_i0 special_i0e
+    special_i1 special_i1e special_round
+"""
 POSITIVE = """log log2 log10 log1p sqrt rsqrt reciprocal lgamma digamma special_gammaln special_digamma special_psi special_log1p special_entr"""
 UNIT = "asin arcsin acos arccos atanh arctanh logit erfinv special_erfinv special_logit special_ndtri"
 COMPARISONS = "eq ne lt le gt ge not_equal less less_equal greater greater_equal"
