@@ -217,6 +217,8 @@ class CostModel:
             self._all_reduce(found, "forward", _axes(body, "batch"), channels)
             if node.outputs[0].requires_grad:
                 self._all_reduce(found, "backward", _axes(body, "batch"), 2 * channels)
+        elif body.target == "hapx.instance_norm":  # means and variances of the running statistics
+            self._all_reduce(found, "forward", _axes(body, "batch"), 16.0 * self.graph.refs[node.call["input"].name].shape[1])
         return found
 
     def _all_reduce(self, found: list[CommunicationCost], direction: Direction, axes: tuple[int, ...], size: float) -> None:
