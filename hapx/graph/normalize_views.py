@@ -38,11 +38,12 @@ def scatter_into(view: View, base: Slot, value: Slot) -> tuple[torch._ops.OpOver
     """The call that makes `base` with `value` in the place of the view; None for views that have none."""
     aten, name = torch.ops.aten, name_of(view.op)
     assert base.fake is not None
-    if name == "aten.slice.Tensor":
+    whole = value.fake is not None and value.fake.shape == base.fake.shape and view.rest.get("step") == 1
+    if name == "aten.slice.Tensor" and not whole:
         return aten.slice_scatter.default, {"self": base, "src": value, **view.rest}
     if name == "aten.select.int":
         return aten.select_scatter.default, {"self": base, "src": value, **view.rest}
-    if base_of(view.op) in _RESHAPES:
+    if base_of(view.op) in _RESHAPES or name == "aten.slice.Tensor":
         return aten.reshape.default, {"self": value, "shape": list(base.fake.shape)}
     if name in _SYMMETRIC:
         return view.op, {"self": value, **view.rest}

@@ -21,6 +21,7 @@ from hapx.theory.ops import (
     statistics,
     vectors,
     views,
+    writes,
 )
 
 __all__ = [
@@ -44,4 +45,5 @@ __all__ = [
     "statistics",
     "vectors",
     "views",
+    "writes",
 ]

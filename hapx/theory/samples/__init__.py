@@ -28,11 +28,12 @@ from hapx.theory.samples.routing import routing
 from hapx.theory.samples.scans import diagonals, repeats, scans
 from hapx.theory.samples.statistics import statistics, vectors
 from hapx.theory.samples.views import pieces, views
+from hapx.theory.samples.writes import writes
 
 FAMILIES = (
     pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, contractions, recurrent, convolutions, grouped, transposed,
     views, pieces, reductions, softmaxes, rows, channels, groups, pools, unpools, interpolations, paddings, shuffles, columns, points,
-    losses, class_losses, row_by_row, dropouts, indexing, advanced, routing, scans, repeats, diagonals, statistics, vectors,
+    losses, class_losses, row_by_row, dropouts, indexing, advanced, routing, scans, repeats, diagonals, statistics, vectors, writes,
 )  # fmt: skip
 SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 
