@@ -203,6 +203,7 @@ class _Assembler:
             mode="train" if self.training else "eval",
             constants={k: v for k, v in self.constants.items() if k in refs},
             hash="",
+            returns=self.traced.container,
         )
         return replace(graph, hash=graph_hash(graph))
 

@@ -34,9 +34,10 @@ from torch.overrides import TorchFunctionMode
 
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture_inputs import Inputs
-from hapx.graph.capture_outputs import split_output
+from hapx.graph.capture_outputs import container_of, split_output
 from hapx.graph.capture_state import Changes, same_module, write_assigned_buffers
 from hapx.graph.regions import Mark
+from hapx.ir import Container
 
 MARK = "hapx"  # key of the mark among a node's annotations
 
@@ -48,20 +49,23 @@ _FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 
 @dataclass
 class Trace:
-    """`prefix`: what the names of parameters and modules begin with. `results`: where in the module's output each tensor after the loss was."""
+    """`prefix`: what the names of parameters and modules begin with. `results`: where in the module's output each tensor after the loss was;
+    `container`: what it is."""
 
     program: ExportedProgram
     prefix: str
     results: tuple[str, ...]
+    container: Container | None
     device: torch.device
 
 
 class _Seen:
-    """What a run of forward showed: where in the output the tensors after the loss were, and what it changed. (The exporter copies lists,
-    so it is an object.)"""
+    """What a run of forward showed: where in the output the tensors after the loss were, in what container, and what it changed. (The exporter
+    copies lists, so it is an object.)"""
 
     def __init__(self) -> None:
         self.places: tuple[str, ...] = ()
+        self.container: Container | None = None
         self.changes = Changes()
 
 
@@ -87,12 +91,12 @@ class _Traced(nn.Module):
         args, kwargs = self._inputs.call(tensors)
         (loss_fn,) = self._loss_fn
         if loss_fn is None:
-            loss, results = split_output(self.module(*args, **kwargs))
+            maker, output = "forward", self.module(*args, **kwargs)
         else:
             positional, keyword, targets = args
-            output = self.module(*positional, **keyword)
-            loss, results = split_output(loss_fn(output, *targets), "loss_fn")
-        self.seen.places = tuple(results)
+            maker, output = "loss_fn", loss_fn(self.module(*positional, **keyword), *targets)
+        loss, results = split_output(output, maker)
+        self.seen.places, self.seen.container = tuple(results), container_of(output)
         return (loss, *results.values())
 
 
@@ -188,7 +192,7 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
                     where=type(module).__name__,
                     hint="keep such state in a registered buffer, or outside forward",
                 )
-    return Trace(program, "module.", seen.places, device)
+    return Trace(program, "module.", seen.places, seen.container, device)
 
 
 def _export(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Callable[..., Tensor] | None) -> tuple[ExportedProgram, _Seen]:
