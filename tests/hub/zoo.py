@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 BATCH, LENGTH, VOCABULARY, CLASSES = 10, 6, 24, 4
 Inputs = dict[str, Tensor]
@@ -38,6 +39,18 @@ class HubModel:
 
     def inputs(self, step: int) -> Inputs:
         return self.example(torch.Generator().manual_seed(step))
+
+
+class Doubled(TorchFunctionMode):
+    """float32 means float64. These models compute norms, rotations and losses in float32 whatever their dtype is, where the order of a sum shows
+    in the eighth digit; in this mode, both when a model runs and when it is captured, nothing but the mathematics can differ."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = [torch.float64 if a is torch.float32 else a for a in args]
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------------
