@@ -12,6 +12,7 @@ them is cut wrongly where checkpoints nest, and its stack traces leave out helpe
 
 from __future__ import annotations
 
+import copy
 import io
 import linecache
 import logging
@@ -40,6 +41,9 @@ from hapx.graph.regions import Mark
 from hapx.ir import Container
 
 MARK = "hapx"  # key of the mark among a node's annotations
+LITERAL = "hapx_literal"  # key of the number of a literal: what torch.tensor made a tensor of
+
+_LITERALS = frozenset({torch.tensor, torch.as_tensor})
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -50,22 +54,24 @@ _FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 @dataclass
 class Trace:
     """`prefix`: what the names of parameters and modules begin with. `results`: where in the module's output each tensor after the loss was;
-    `container`: what it is."""
+    `container`: what it is; `literals`: what the tensors made of literals hold, by number (on meta only)."""
 
     program: ExportedProgram
     prefix: str
     results: tuple[str, ...]
     container: Container | None
+    literals: tuple[Tensor, ...]
     device: torch.device
 
 
 class _Seen:
-    """What a run of forward showed: where in the output the tensors after the loss were, in what container, and what it changed. (The exporter
-    copies lists, so it is an object.)"""
+    """What a run of forward showed: where in the output the tensors after the loss were, in what container, what it changed, and the
+    literals of which it made tensors on meta, as arguments of torch.tensor. (The exporter copies lists, so it is an object.)"""
 
     def __init__(self) -> None:
         self.places: tuple[str, ...] = ()
         self.container: Container | None = None
+        self.literals: list[tuple[Any, ...]] = []
         self.changes = Changes()
 
 
@@ -82,7 +88,7 @@ class _Traced(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         changes = self.seen.changes = Changes()
-        with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device):
+        with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device, self.seen.literals):
             outputs = self._call(tensors)
             write_assigned_buffers(self.module, changes)
         return outputs
@@ -103,9 +109,9 @@ class _Traced(nn.Module):
 class _Recorder(TorchFunctionMode):
     """Gives every operator call its mark. `root`: the code where the user's frames begin."""
 
-    def __init__(self, root: CodeType, device: torch.device):
+    def __init__(self, root: CodeType, device: torch.device, literals: list[tuple[Any, ...]]):
         super().__init__()
-        self._root = root
+        self._root, self._literals = root, literals if device.type == "meta" else None
         self._devices = (device.type,) if device.type != "meta" else ("cuda", "cpu")
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}  # frames are kept: a freed one's id could come again
 
@@ -119,7 +125,12 @@ class _Recorder(TorchFunctionMode):
                 where=mark.where,
                 hint="give the recurrent module the padded batch, and mask what is behind the end of each sequence",
             )
-        with annotate({MARK: mark}):
+        marks: dict[str, Any] = {MARK: mark}
+        if func in _LITERALS and self._literals is not None and not isinstance(args[0], Tensor):
+            # on meta a tensor has no values: they are noted here
+            self._literals.append((copy.deepcopy(args[0]), (kwargs or {}).get("dtype")))
+            marks[LITERAL] = len(self._literals) - 1
+        with annotate(marks):
             return func(*args, **(kwargs or {}))
 
     def _mark(self, frame: FrameType | None) -> Mark:
@@ -192,7 +203,8 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
                     where=type(module).__name__,
                     hint="keep such state in a registered buffer, or outside forward",
                 )
-    return Trace(program, "module.", seen.places, seen.container, device)
+    literals = tuple(torch.tensor(data, dtype=dtype, device="cpu") for data, dtype in seen.literals)
+    return Trace(program, "module.", seen.places, seen.container, literals, device)
 
 
 def _export(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Callable[..., Tensor] | None) -> tuple[ExportedProgram, _Seen]:

@@ -85,6 +85,8 @@ class Emitter:
             self._write(i, call, bound)
         elif name == "aten.detach.default" and not bound["self"].fake.requires_grad:
             self._identity(call, bound)
+        elif name in ("aten.cat.default", "aten.concat.default") and _skips(bound["tensors"]):
+            self._join_some(call, bound)
         elif name == "aten.broadcast_tensors.default":
             self._broadcast(call, bound["tensors"])
         elif name == "aten.view.default":
@@ -202,6 +204,15 @@ class Emitter:
             else:
                 bound = {"self": slot, "size": list(shape), "implicit": False}
                 self._compute(replace(call, base="expand"), torch.ops.aten.expand.default, bound, out)
+
+    def _join_some(self, call: Call, bound: dict[str, Any]) -> None:
+        """`cat` skips tensors of shape (0,), whatever the others are like: an empty cache, say."""
+        some = [s for s in bound["tensors"] if tuple(s.fake.shape) != (0,)] or bound["tensors"][:1]
+        if len(some) > 1:
+            self._compute(call, call.op, {**bound, "tensors": some}, call.out)
+        else:
+            (only,) = some
+            self._assign(call.out, only.name, self._run(torch.ops.aten.clone.default, {"self": only, "memory_format": None}, call.mark))
 
     # writes in place
 
@@ -373,6 +384,12 @@ def tensor_ref(name: str, fake: Tensor, kind: Kind, where: str) -> TensorRef:
         what = dtype if dtype not in DTYPE_BYTES else str(fake.layout).removeprefix("torch.")
         raise CaptureError(f"a {what} tensor", where=where, allowed=f"dense tensors of {', '.join(DTYPE_BYTES)}")
     return TensorRef(name, tuple(int(n) for n in fake.shape), dtype, kind, bool(fake.requires_grad) and dtype in FLOATING)
+
+
+def _skips(tensors: Sequence[Slot]) -> bool:
+    """Whether some of the tensors that are joined are of shape (0,) and say nothing about the dtype either."""
+    fakes = [s.fake for s in tensors if s.fake is not None]
+    return any(tuple(f.shape) == (0,) for f in fakes) and len({f.dtype for f in fakes}) == 1
 
 
 def _storage(fake: Tensor) -> int:
