@@ -64,18 +64,18 @@ def _transformer(name: str, config: str, **options: Any) -> nn.Module:
 
 
 BERT: Mapping[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24,
     "max_position_embeddings": 12, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": CLASSES,
 }  # fmt: skip
 GPT2: Mapping[str, Any] = {
-    "vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 12, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 12, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
 LLAMA: Mapping[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 24, "max_position_embeddings": 12,
 }  # fmt: skip
 VIT: Mapping[str, Any] = {
-    "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+    "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24,
     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": CLASSES,
 }  # fmt: skip
 RESNET: Mapping[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic", "num_labels": CLASSES}
@@ -88,7 +88,6 @@ MIXTRAL: Mapping[str, Any] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "output_router_logits": True,
-    "num_hidden_layers": 1,
     "experts_implementation": "batched_mm",
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -141,19 +140,25 @@ def images(size: int, generator: torch.Generator) -> Inputs:
     return {"pixel_values": pixels, "labels": _ids(generator, CLASSES, BATCH)}
 
 
-def _eager(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**options, "attn_implementation": "eager"}
+EAGER = {"attn_implementation": "eager"}  # products and a softmax instead of the fused kernel
+
+
+def _hub(name: str, config: str, example: Callable[[torch.Generator], Inputs], **options: Any) -> HubModel:
+    return HubModel(partial(_transformer, name, config, **options), example)
 
 
 MODELS: Mapping[str, HubModel] = {
-    "bert, masked words": HubModel(partial(_transformer, "BertForMaskedLM", "BertConfig", **BERT), masked_words),
-    "bert, classes": HubModel(partial(_transformer, "BertForSequenceClassification", "BertConfig", **_eager(BERT)), sentences),
-    "gpt2": HubModel(partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **GPT2), next_words),
-    "gpt2, eager": HubModel(partial(_transformer, "GPT2LMHeadModel", "GPT2Config", **_eager(GPT2)), unpadded),
-    "llama": HubModel(partial(_transformer, "LlamaForCausalLM", "LlamaConfig", **LLAMA), next_words),
-    "llama, eager": HubModel(partial(_transformer, "LlamaForCausalLM", "LlamaConfig", **_eager(LLAMA)), unpadded),
-    "vit": HubModel(partial(_transformer, "ViTForImageClassification", "ViTConfig", **VIT), partial(images, 8)),
-    "resnet": HubModel(partial(_transformer, "ResNetForImageClassification", "ResNetConfig", **RESNET), partial(images, 16)),
-    "t5": HubModel(partial(_transformer, "T5ForConditionalGeneration", "T5Config", **T5), translations),
-    "mixtral": HubModel(partial(_transformer, "MixtralForCausalLM", "MixtralConfig", **MIXTRAL), next_words),
+    "bert, masked words": _hub("BertForMaskedLM", "BertConfig", masked_words, **BERT),
+    "bert, classes": _hub("BertForSequenceClassification", "BertConfig", sentences, **BERT, **EAGER),
+    "gpt2": _hub("GPT2LMHeadModel", "GPT2Config", next_words, **GPT2),
+    "gpt2, eager": _hub("GPT2LMHeadModel", "GPT2Config", unpadded, **GPT2, **EAGER),
+    "llama": _hub("LlamaForCausalLM", "LlamaConfig", next_words, **LLAMA),
+    "llama, eager": _hub("LlamaForCausalLM", "LlamaConfig", unpadded, **LLAMA, **EAGER),
+    "vit": _hub("ViTForImageClassification", "ViTConfig", partial(images, 8), **VIT),
+    "resnet": _hub("ResNetForImageClassification", "ResNetConfig", partial(images, 16), **RESNET),
+    "t5": _hub("T5ForConditionalGeneration", "T5Config", translations, **T5),
+    "mixtral": _hub("MixtralForCausalLM", "MixtralConfig", next_words, **MIXTRAL),
 }
+
+# not among the models that are compared with plain PyTorch: its masks are those of this library's executor
+DROPPING = _hub("BertForMaskedLM", "BertConfig", masked_words, **{**BERT, "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3})
