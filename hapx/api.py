@@ -32,6 +32,7 @@ from hapx.runtime.data import ShareSampler
 from hapx.runtime.executor import Executor, share_out
 from hapx.runtime.launch import World, join
 from hapx.runtime.local_inputs import LocalInputs
+from hapx.runtime.results import rebuild
 from hapx.verify import verify
 
 Cluster = str | os.PathLike[str] | Mapping[str, Any] | ClusterSpec
@@ -160,7 +161,8 @@ class HAP(nn.Module):
     # ---- running ------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss, as the module returns it on one device (and its other results)."""
+        """What the module returns on one device, with the loss of the whole batch. Other results are this rank's pieces, or whole with
+        `gather_outputs`; results that are no tensors, and caches of generation, are left out."""
         call, key = self._announce(args, kwargs)
         local = LocalInputs(self._world, call.tensors) if self._local_inputs else None
         if local is not None:
@@ -201,18 +203,16 @@ class HAP(nn.Module):
 
     def _results(self, graph: Graph, key: ProgramKey, outputs: Mapping[str, Tensor]) -> Any:
         loss = outputs[graph.loss]
-        others = [o for o in graph.outputs if o.role == "result"]
-        if not others:
+        if graph.returns is None:
             return loss
-        executor = self._running()
-        placements = {p.tensor: p.placement for p in executor.plan.stages[0].programs[key].gives}
-        values = {str(o.target): outputs[o.tensor] for o in others}
+        results = {str(o.target): o.tensor for o in graph.outputs if o.role == "result"}
+        values = {place: outputs[name] for place, name in results.items()}
         if self._gather_outputs:
+            executor = self._running()
+            placements = {p.tensor: p.placement for p in executor.plan.stages[0].programs[key].gives}
             position = executor.position(key)
-            values = {str(o.target): position.gather(outputs[o.tensor], placements[o.tensor], executor.communicators) for o in others}
-        if all(name == str(i + 1) for i, name in enumerate(values)):
-            return (loss, *values.values())
-        return Results(loss=loss, **values)
+            values = {place: position.gather(outputs[name], placements[name], executor.communicators) for place, name in results.items()}
+        return rebuild(graph.returns, {"": loss, **values})
 
     # ---- what users ask for ---------------------------------------------------------------------------------------------
 
@@ -298,16 +298,6 @@ class HAP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rank {self._world.rank} of {self._world.size}: {type(self.module).__name__}"
-
-
-class Results(dict[str, Any]):
-    """Results of a model by name, also as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 def _named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

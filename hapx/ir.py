@@ -171,6 +171,16 @@ class Output:
     target: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A container that the module returned. `type`: "tuple", "list", "dict", or "module:name" of a class (ModelOutput, a dataclass, a named
+    tuple). `items`: by key, what is there: a Container, `Ref(place)` for the result at that place (`Ref("")`: the loss), None or a plain
+    constant. Objects of other kinds, caches of generation for one, are left out."""
+
+    type: str
+    items: tuple[tuple[str, Value], ...]
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured model: nodes in one fixed topological order.
@@ -179,6 +189,7 @@ class Graph:
     `segment_of`, per node. `block_of`, per node: (block kind, repetition) of repeated blocks or None.
     `mode`: train or eval. `input_names`: the user's inputs, flattened, in order. `batch`: size of the batch.
     `constants`: flat values of the small constant tensors that the model makes in forward.
+    `returns`: the container that the module returns (None: the loss alone).
     `hash` identifies the computation (no devices, no weights).
     """
 
@@ -194,6 +205,7 @@ class Graph:
     mode: Literal["train", "eval"]
     constants: Mapping[str, tuple[float | int | bool, ...]]
     hash: str
+    returns: Container | None = None
 
     @cached_property
     def producer(self) -> Mapping[str, int]:

@@ -22,6 +22,7 @@ import numpy as np
 from hapx.balancer.lp import Objective, balance, objective
 from hapx.balancer.rounding import Lengths, fit, improve, per_device, round_ratios
 from hapx.cluster.spec import ClusterSpec
+from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
@@ -304,7 +305,8 @@ def plan_graphs(
     counters = Counters()
     setting = Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer)
     best = plan_spmd(setting, counters)[0]
-    plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, {"capture_time": capture_time, **counters.as_dict()})
+    told = {"capture_time": capture_time, "coverage": coverage(setting.graph).as_dict(), **counters.as_dict()}
+    plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, told)
     for graph, key in zip(graphs[1:], named[1:], strict=True):
         plan = extend(plan, graph, key)
     return plan

@@ -1,9 +1,11 @@
 """Settings of all tests: one thread per process, property tests without deadlines (machines are shared), GPU tests skipped visibly,
-slow tests left out unless `-m` asks for them, which the last lines say."""
+slow tests left out unless `-m` asks for them, and tests of hub models (they need the extra `hub`) unless they are named, which the last
+lines say."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -14,11 +16,12 @@ settings.register_profile("hapx", deadline=None)
 settings.load_profile("hapx")
 
 
-LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+HOW = {"slow": "python -m pytest -m slow", "hub": "make hub"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _leave_out_slow(config, items)
+    _leave_out(config, items)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if not wanted:
         return
@@ -29,14 +32,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-def _leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow and not config.getoption("markexpr"):
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        config.stash[LEFT_OUT] = len(slow)
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    expression = config.getoption("markexpr")
+    named = "hub" in expression or any("hub" in Path(arg.partition("::")[0]).parts for arg in config.args)
+    left_out = {"slow": not expression, "hub": not named}
+    counts = config.stash.setdefault(LEFT_OUT, {})
+    for marker in (m for m, leave in left_out.items() if leave):
+        gone = [item for item in items if item.get_closest_marker(marker)]
+        if gone:
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
+            config.hook.pytest_deselected(items=gone)
+            counts[marker] = len(gone)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if count := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"{count} slow tests were left out; to run them: python -m pytest -m slow")
+    for marker, count in config.stash.get(LEFT_OUT, {}).items():
+        terminalreporter.write_line(f"{count} {marker} tests were left out; to run them: {HOW[marker]}")

@@ -18,8 +18,10 @@ from torch import Tensor
 from hapx.collectives.batch_norm import batch_norm, instance_norm
 from hapx.collectives.blocks import gather_shards
 from hapx.collectives.communicator import Communicator
-from hapx.collectives.cross_entropy import MEAN, NONE, cross_entropy
+from hapx.collectives.cross_entropy import cross_entropy
 from hapx.collectives.dropout import alpha_dropout, attention_dropout, dropout
+from hapx.collectives.indexing import gather, index
+from hapx.collectives.losses import mean_loss, nll_loss
 from hapx.layout import Block
 from hapx.plan import Form
 
@@ -43,15 +45,6 @@ def mean(self: Tensor, dim: Sequence[int] | None, keepdim: bool, count: int, dty
     # at least float32: the sum overflows half precision where the mean does not
     total = torch.sum(self, list(range(self.dim())) if dim is None else list(dim), keepdim=keepdim, dtype=torch.promote_types(result, torch.float32))
     return (total / count).to(result)
-
-
-def mse_loss(self: Tensor, target: Tensor, reduction: int, count: int) -> Tensor:
-    """Squared error: per element, or the local sum, divided by the global `count` of elements for the mean: Partial."""
-    squares = F.mse_loss(self, target, reduction="none")
-    if reduction == NONE:
-        return squares
-    total = squares.sum(dtype=torch.promote_types(squares.dtype, torch.float32))
-    return (total / count if reduction == MEAN else total).to(squares.dtype)
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
@@ -106,12 +99,15 @@ COMPOSITES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
             batch_norm,
             instance_norm,
             mean,
-            mse_loss,
+            mean_loss,
+            nll_loss,
             linear_sfb,
             weight_norm,
             dropout,
             alpha_dropout,
             attention_dropout,
+            gather,
+            index,
         )
     }
 )

@@ -46,12 +46,12 @@ def cross_entropy(
         return rows.to(self.dtype)
     total = rows.sum()
     if reduction == MEAN:
-        ones = target.numel() // count if probabilities else _counted(target, weight, ignore_index)
-        total = total / _over(batch, ones, total)
+        ones = target.numel() // count if probabilities else counted(target, weight, ignore_index)
+        total = total / over(batch, ones, total)
     return total.to(self.dtype)
 
 
-def _counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+def counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Sum of the weights of the local targets that are not ignored; without weights their number."""
     valid = target != ignore_index
     if weight is None:
@@ -59,7 +59,7 @@ def _counted(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
     return (weight.detach().to(torch.float64)[target.masked_fill(~valid, 0)] * valid).sum()
 
 
-def _over(batch: Communicator | None, local: Tensor | int, like: Tensor) -> Tensor:
+def over(batch: Communicator | None, local: Tensor | int, like: Tensor) -> Tensor:
     """The sum of `local` over the devices, as a divisor of `like`."""
     total = torch.as_tensor(local, device=like.device)
     total = total if batch is None else batch.all_reduce(total)
@@ -90,7 +90,7 @@ class _ClassLoss(torch.autograd.Function):
         highest = classes.all_reduce(highest, "max")
         highest = highest.masked_fill(highest.isinf(), 0)  # infinite logits then give what they give on one device
         shifted = wide - highest[..., None]  # everything relative to the highest: large logits cost no digits
-        mine, local = _mine(target, offset, own)
+        mine, local = owned(target, offset, own)
         picked = shifted.gather(-1, local).squeeze(-1).masked_fill(~mine, 0) if own else torch.zeros_like(highest)
         sums = [shifted.exp().sum(-1), picked]
         if smoothing:
@@ -115,14 +115,14 @@ class _ClassLoss(torch.autograd.Function):
             factor = factor + a / len(weight) * weight.sum()
         gradient = (x.to(weight.dtype) - highest[..., None] - log_z[..., None]).exp_() * (factor * cotangent)[..., None]
         if own:
-            mine, local = _mine(target, ctx.offset, own)
+            mine, local = owned(target, ctx.offset, own)
             gradient.scatter_add_(-1, local, -(target_weight * cotangent * mine)[..., None])
             if a:
                 gradient -= a / len(weight) * cotangent[..., None] * weight[ctx.offset : ctx.offset + own]
         return gradient.to(x.dtype), None, None, None, None, None
 
 
-def _mine(target: Tensor, offset: int, own: int) -> tuple[Tensor, Tensor]:
+def owned(target: Tensor, offset: int, own: int) -> tuple[Tensor, Tensor]:
     """Which targets are classes of this device, and their local numbers (0 where they are not) with a dim for gather."""
     local = target - offset
     mine = (local >= 0) & (local < own)

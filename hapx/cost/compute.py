@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from hapx.cost.contractions import CONTRACTIONS, STATES_KEPT
 from hapx.ir import CONVOLUTIONS, DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
 
 # outputs share the storage of their operand (reshape: see `is_view`)
@@ -31,6 +32,7 @@ CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as"})
 FACTORS = {
     "aten.linear": ("input", "weight"), "aten.mm": ("self", "mat2"), "aten.bmm": ("self", "mat2"), "aten.matmul": ("self", "other"),
     "aten.addmm": ("mat1", "mat2"), "aten.baddbmm": ("batch1", "batch2"), "aten.mv": ("self", "vec"), "aten.dot": ("self", "tensor"),
+    "aten.inner": ("self", "other"),
     **dict.fromkeys(CONVOLUTIONS, ("input", "weight")),
 }  # fmt: skip
 ATTENTION = "aten.scaled_dot_product_attention"
@@ -111,8 +113,8 @@ def _flops(graph: Graph, node: Node) -> tuple[float, float, float, int]:
     call, out = node.call, node.outputs[0]
     if call.op == ATTENTION:
         return _attention(graph, node)
-    if call.op == "aten.einsum":
-        return _einsum(graph, node)
+    if call.op in CONTRACTIONS:
+        return _contraction(graph, node)
     if call.op not in FACTORS:
         return 0.0, 0.0, 0.0, 1
     left, right = (tensor(graph, call, name) for name in FACTORS[call.op])
@@ -139,20 +141,11 @@ def _attention(graph: Graph, node: Node) -> tuple[float, float, float, int]:
     return scores + result, backward, 0.0, 1
 
 
-def _einsum(graph: Graph, node: Node) -> tuple[float, float, float, int]:
-    """Product of all index sizes, two operations per pair of operands; an ellipsis counts with its operand's leading dims."""
-    operands = [graph.refs[name] for name in node.call.refs()]
-    sizes: dict[str, int] = {}
-    for term, ref in zip(str(node.call["equation"]).replace(" ", "").partition("->")[0].split(","), operands, strict=True):
-        head, dots, tail = term.partition("...")
-        front = ref.shape[: len(head)]
-        back = ref.shape[len(ref.shape) - len(tail) :] if tail else ()
-        middle = ref.shape[len(head) : len(ref.shape) - len(tail)] if dots else ()
-        for index, size in [*zip(head, front, strict=True), *zip(tail, back, strict=True), ("...", prod(middle))]:
-            sizes[index] = max(sizes.get(index, 1), size)
-    flops = 2.0 * prod(sizes.values()) * max(len(operands) - 1, 0)
-    wanted = sum(r.requires_grad for r in operands)
-    return flops, flops * wanted, 0.0, max(wanted, 1)
+def _contraction(graph: Graph, node: Node) -> tuple[float, float, float, int]:
+    """Backward, every product of a pair costs one per factor that needs a gradient."""
+    flops = CONTRACTIONS[node.call.op](graph, node)
+    wanted = sum(graph.refs[name].requires_grad for name in node.call.refs())
+    return flops, flops * min(wanted, 2), 0.0, max(wanted, 1)
 
 
 def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
@@ -174,6 +167,8 @@ def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
         scores = out.size / out.shape[-1] * key.shape[-2]
         # the fused kernel keeps the log-sum-exp of every row; with dropout scores, probabilities and mask are kept
         return ((out.name, scores * (2 * DTYPE_BYTES[out.dtype] + 1) if call.get("dropout_p") else 4.0 * out.size / out.shape[-1]),)
+    if call.op in STATES_KEPT:
+        return ((out.name, float(STATES_KEPT[call.op] * out.bytes * call["num_layers"])),)
     if call.op in ("aten.group_norm", "aten.instance_norm"):
         groups = call["num_groups"] if call.op == "aten.group_norm" else out.shape[1]
         return ((out.name, 8.0 * out.shape[0] * groups),)

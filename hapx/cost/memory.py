@@ -47,7 +47,8 @@ SAVES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("aten.gelu", "aten.silu", "aten.mish", "aten.leaky_relu", "aten.abs", "aten.log"), ("self",)),
         **dict.fromkeys(("aten.add", "aten.sub", "aten.neg", "aten.rsub", "aten.sum", "aten.mean", "aten.clone", "aten.contiguous", "aten.cat",
                          "aten.stack", "aten.to", "aten._to_copy", "aten.type_as", "aten.dropout", "aten.constant_pad_nd", "aten.roll",
-                         "aten.flip", "aten.positive", "aten.cumsum", "aten.repeat"), NOTHING_SAVED),
+                         "aten.flip", "aten.positive", "aten.cumsum", "aten.repeat", "aten.repeat_interleave", "aten.slice_scatter",
+                         "aten.select_scatter"), NOTHING_SAVED),
         **dict.fromkeys((f"aten.{name}{n}d" for name in ("max_pool", "avg_pool", "reflection_pad", "replication_pad") for n in (1, 2, 3)), ("self",)),
         **dict.fromkeys((f"aten.{name}" for n in (1, 2, 3) for name in (f"max_pool{n}d_with_indices", f"adaptive_max_pool{n}d")), ("self", "out1")),
         **dict.fromkeys((f"aten.max_unpool{n}d" for n in (2, 3)), ("indices",)),
@@ -56,6 +57,11 @@ SAVES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "aten.where": ("condition",), "aten.cross_entropy_loss": ("target",), ATTENTION: ("query", "key", "value", "attn_mask", "out"),
     }
 )  # fmt: skip
+
+# linear in every operand: each is kept if another one needs a gradient
+MULTILINEAR = frozenset(
+    {"aten.mul", "aten.einsum", "aten.outer", "aten.ger", "aten.tensordot", "aten.kron", "aten.linalg_multi_dot", "aten.chain_matmul"}
+)
 
 
 def states_of(optimizer: str) -> int:
@@ -84,7 +90,7 @@ def saved(node: Node, graph: Graph) -> tuple[str, ...]:
         left, right = (tensor(graph, call, name) for name in FACTORS[call.op])
         assert left is not None and right is not None
         return tuple(a.name for a, b in ((left, right), (right, left)) if b.requires_grad)
-    if call.op == "aten.mul":
+    if call.op in MULTILINEAR:
         return tuple(r.name for i, r in enumerate(refs) if any(o.requires_grad for j, o in enumerate(refs) if j != i))
     if call.op == "aten.div":
         divisor = tensor(graph, call, "other")

@@ -209,6 +209,8 @@ class CostModel:
                     self._add(found, "forward", axis, self.links[axis].all_reduce(self._part(placements[target.name], rows * vectors)))
             if node.call["reduction"] == MEAN:
                 self._all_reduce(found, "forward", _axes(body, "batch"), 8.0)
+        elif body.target == "hapx.nll_loss" and node.call["reduction"] == MEAN:
+            self._all_reduce(found, "forward", _axes(body, "batch"), 8.0)
         elif body.target == "hapx.batch_norm":
             channels = 8.0 * self.graph.refs[node.call["input"].name].shape[1]
             self._all_reduce(found, "forward", _axes(body, "batch"), channels)

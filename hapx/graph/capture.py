@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from hapx.errors import CaptureError
 from hapx.graph.capture_inputs import Inputs, bind_inputs, device_of, unique_name
-from hapx.graph.capture_trace import Trace, trace
+from hapx.graph.capture_trace import LITERAL, Trace, trace
 from hapx.graph.normalize import Emitter, live_nodes, tensor_ref
 from hapx.graph.normalize_flatten import Flattener, Slot
 from hapx.graph.regions import Mark, find_regions
@@ -142,20 +142,23 @@ class _Assembler:
                 # mse_loss on meta leaves a mark on the fake target: what the user passed counts
                 ref = replace(ref, requires_grad=given.requires_grad and ref.dtype in FLOATING)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
-                ref = self._constant(str(spec.target), used)
+                ref = self._constant(str(spec.target), node, used)
             else:
                 raise CaptureError(f"the model uses a {spec.kind.name.lower()} as a tensor", where=str(spec.target))
             self.given[ref.name] = ref
             self.emitter.root(slot, ref, fake.detach().requires_grad_(ref.requires_grad))
         return roots
 
-    def _constant(self, target: str, used: set[str]) -> TensorRef:
+    def _constant(self, target: str, node: fx.Node, used: set[str]) -> TensorRef:
         """A tensor that is neither parameter nor buffer nor input: its values become part of the graph."""
         value = self.traced.program.constants[target]
+        literal = next((n for user in node.users if (n := (user.meta.get("custom") or {}).get(LITERAL)) is not None), None)
+        if value.is_meta and literal is not None:
+            value = self.traced.literals[literal]
         where = target.removeprefix(self.traced.prefix)
         if value.requires_grad:
             raise CaptureError(f"the tensor {where!r} requires a gradient but is no parameter", hint="make it an nn.Parameter")
-        if value.is_meta:
+        if value.is_meta and value.numel():
             raise CaptureError(f"the tensor {where!r} is on meta and has no values", hint="use register_buffer")
         if value.numel() > MAX_CONSTANT:
             raise CaptureError(
@@ -164,7 +167,7 @@ class _Assembler:
                 hint="use register_buffer (persistent=False keeps it out of the state_dict)",
             )
         ref = tensor_ref(unique_name("constant", used), value, Kind.CONSTANT, where)
-        self.constants[ref.name] = tuple(value.detach().flatten().tolist())
+        self.constants[ref.name] = tuple(value.detach().flatten().tolist()) if value.numel() else ()
         return ref
 
     def _outputs(self, slots: Sequence[Slot]) -> list[Output]:
@@ -203,6 +206,7 @@ class _Assembler:
             mode="train" if self.training else "eval",
             constants={k: v for k, v in self.constants.items() if k in refs},
             hash="",
+            returns=self.traced.container,
         )
         return replace(graph, hash=graph_hash(graph))
 

@@ -1,7 +1,7 @@
-"""What a module returned: the scalar loss and the other tensors.
+"""What a module returned: the scalar loss, the other tensors, and the container around them.
 
 In: any container of tensors. Out: the loss, and the rest by place ("logits", "1.0"). A loss is a scalar floating tensor; in a dict,
-dataclass or named tuple it is called "loss", or else comes first.
+dataclass or named tuple it is called "loss", or else comes first. Objects that are neither tensors, containers nor constants are left out.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from hapx.errors import CaptureError
+from hapx.ir import Container, Ref, Value
 
 
 def split_output(output: Any, maker: str = "forward") -> tuple[Tensor, dict[str, Tensor]]:
     """The scalar loss and the other tensors, by their place in `output`. Raises CaptureError if there is no loss."""
     places: dict[str, Tensor] = {}
     _collect(output, "", places)
-    named = _entries(output)
-    key = "" if isinstance(output, Tensor) else "loss" if "loss" in named else next(iter(named), "")
-    loss = places.pop(key, None)
+    loss = places.pop(_loss_place(output), None)
     if loss is None or loss.dim() != 0 or not loss.is_floating_point():
         hint = "loss_fn must return the mean loss" if maker == "loss_fn" else "return the loss, or pass loss_fn=lambda output, targets: ..."
         raise CaptureError(
@@ -30,6 +29,40 @@ def split_output(output: Any, maker: str = "forward") -> tuple[Tensor, dict[str,
             hint=hint,
         )
     return loss, places
+
+
+def container_of(output: Any) -> Container | None:
+    """The container around the loss and the other tensors; None for a loss alone."""
+    if isinstance(output, Tensor):
+        return None
+    found = _described_container(output, "", _loss_place(output))
+    assert isinstance(found, Container)
+    return found
+
+
+def _loss_place(output: Any) -> str:
+    named = _entries(output)
+    return "" if isinstance(output, Tensor) else "loss" if "loss" in named else next(iter(named), "")
+
+
+def _described_container(value: Any, path: str, loss: str) -> Value:
+    if isinstance(value, Tensor):
+        return Ref("" if path == loss else path)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    kind = type(value)
+    name = kind.__name__ if kind in (tuple, list, dict) else f"{kind.__module__}:{kind.__qualname__}"
+    items = []
+    for key, item in _entries(value).items():
+        if _is_data(item):
+            items.append((key, _described_container(item, f"{path}.{key}" if path else key, loss)))
+        elif isinstance(value, tuple | list):
+            items.append((key, None))  # the others stay where they are
+    return Container(name, tuple(items))
+
+
+def _is_data(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor | Mapping | tuple | list) or bool(_entries(value))
 
 
 def _entries(output: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ them is cut wrongly where checkpoints nest, and its stack traces leave out helpe
 
 from __future__ import annotations
 
+import copy
 import io
 import linecache
 import logging
@@ -20,24 +21,29 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture_inputs import Inputs
-from hapx.graph.capture_outputs import split_output
+from hapx.graph.capture_outputs import container_of, split_output
+from hapx.graph.capture_state import Changes, same_module, write_assigned_buffers
 from hapx.graph.regions import Mark
+from hapx.ir import Container
 
 MARK = "hapx"  # key of the mark among a node's annotations
+LITERAL = "hapx_literal"  # key of the number of a literal: what torch.tensor made a tensor of
+
+_LITERALS = frozenset({torch.tensor, torch.as_tensor})
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -47,18 +53,26 @@ _FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 
 @dataclass
 class Trace:
-    """`prefix`: what the names of parameters and modules begin with. `results`: where in the module's output each tensor after the loss was."""
+    """`prefix`: what the names of parameters and modules begin with. `results`: where in the module's output each tensor after the loss was;
+    `container`: what it is; `literals`: what the tensors made of literals hold, by number (on meta only)."""
 
     program: ExportedProgram
     prefix: str
     results: tuple[str, ...]
+    container: Container | None
+    literals: tuple[Tensor, ...]
     device: torch.device
 
 
-class _Places:
-    """Where in the output the tensors after the loss were. (The exporter copies lists, so it is an object.)"""
+class _Seen:
+    """What a run of forward showed: where in the output the tensors after the loss were, in what container, what it changed, and the
+    literals of which it made tensors on meta, as arguments of torch.tensor. (The exporter copies lists, so it is an object.)"""
 
-    names: tuple[str, ...] = ()
+    def __init__(self) -> None:
+        self.places: tuple[str, ...] = ()
+        self.container: Container | None = None
+        self.literals: list[tuple[Any, ...]] = []
+        self.changes = Changes()
 
 
 class _Traced(nn.Module):
@@ -70,47 +84,53 @@ class _Traced(nn.Module):
         self._inputs = inputs
         self._device = device
         self._loss_fn = (loss_fn,)  # in a tuple: a loss that is a module must not become part of this one
-        self._places = _Places()
+        self.seen = _Seen()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        changes = _Changes()
-        with _same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device):
+        changes = self.seen.changes = Changes()
+        with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device, self.seen.literals):
             outputs = self._call(tensors)
-            _write_assigned_buffers(self.module, changes)
-        if changes.names:
-            raise CaptureError(
-                f"forward changes {', '.join(changes.names)}: a captured program would not",
-                where=type(self.module).__name__,
-                hint="keep such state in a registered buffer, or outside forward",
-            )
+            write_assigned_buffers(self.module, changes)
         return outputs
 
     def _call(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         args, kwargs = self._inputs.call(tensors)
         (loss_fn,) = self._loss_fn
         if loss_fn is None:
-            loss, results = split_output(self.module(*args, **kwargs))
+            maker, output = "forward", self.module(*args, **kwargs)
         else:
             positional, keyword, targets = args
-            output = self.module(*positional, **keyword)
-            loss, results = split_output(loss_fn(output, *targets), "loss_fn")
-        self._places.names = tuple(results)
+            maker, output = "loss_fn", loss_fn(self.module(*positional, **keyword), *targets)
+        loss, results = split_output(output, maker)
+        self.seen.places, self.seen.container = tuple(results), container_of(output)
         return (loss, *results.values())
 
 
 class _Recorder(TorchFunctionMode):
     """Gives every operator call its mark. `root`: the code where the user's frames begin."""
 
-    def __init__(self, root: CodeType, device: torch.device):
+    def __init__(self, root: CodeType, device: torch.device, literals: list[tuple[Any, ...]]):
         super().__init__()
-        self._root = root
+        self._root, self._literals = root, literals if device.type == "meta" else None
         self._devices = (device.type,) if device.type != "meta" else ("cuda", "cpu")
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}  # frames are kept: a freed one's id could come again
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ == "__get__":  # a property such as x.shape
             return func(*args, **(kwargs or {}))
-        with annotate({MARK: self._mark(sys._getframe(1))}):
+        mark = self._mark(sys._getframe(1))
+        if func.__name__ == "_pack_padded_sequence":
+            raise CaptureError(
+                "packed sequences cannot be captured: their shapes depend on the values of the lengths",
+                where=mark.where,
+                hint="give the recurrent module the padded batch, and mask what is behind the end of each sequence",
+            )
+        marks: dict[str, Any] = {MARK: mark}
+        if func in _LITERALS and self._literals is not None and not isinstance(args[0], Tensor):
+            # on meta a tensor has no values: they are noted here
+            self._literals.append((copy.deepcopy(args[0]), (kwargs or {}).get("dtype")))
+            marks[LITERAL] = len(self._literals) - 1
+        with annotate(marks):
             return func(*args, **(kwargs or {}))
 
     def _mark(self, frame: FrameType | None) -> Mark:
@@ -166,16 +186,40 @@ def _place(file: str, line: int) -> tuple[str, int, str]:
 
 
 def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Callable[..., Tensor] | None, training: bool) -> Trace:
-    """Export `module` for inputs like `inputs`, in the given mode, under the caller's autocast."""
+    """Export `module` for inputs like `inputs`, in the given mode, under the caller's autocast.
+
+    A forward that sets attributes when it is called first (hooks that it installs, tables that it notes) is traced as it is from then on, if
+    that is the same computation. One that goes on changing them is refused."""
+    with _quiet(), _same_generators(device), same_module(module), _mode(module, training), torch.enable_grad(), preserve_node_meta():
+        program, seen = _export(module, inputs, device, loss_fn)
+        if seen.changes.names:
+            names = seen.changes.names
+            first, settled = _text(program), seen.changes.repeat(module)
+            if settled:
+                program, seen = _export(module, inputs, device, loss_fn)
+            if not settled or seen.changes.names or _text(program) != first:
+                raise CaptureError(
+                    f"forward changes {', '.join(names)}: a captured program would not",
+                    where=type(module).__name__,
+                    hint="keep such state in a registered buffer, or outside forward",
+                )
+    literals = tuple(torch.tensor(data, dtype=dtype, device="cpu") for data, dtype in seen.literals)
+    return Trace(program, "module.", seen.places, seen.container, literals, device)
+
+
+def _export(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Callable[..., Tensor] | None) -> tuple[ExportedProgram, _Seen]:
     wrapper = _Traced(module, inputs, loss_fn, device)
-    with _quiet(), _same_generators(device), _same_module(module), _mode(module, training), torch.enable_grad(), preserve_node_meta():
-        try:
-            program = torch.export.export(wrapper, inputs.empty_twins(device), strict=False)
-        except HapError:
-            raise
-        except Exception as error:
-            raise _explain(error, type(module).__name__) from error
-    return Trace(program, "module.", wrapper._places.names, device)
+    try:
+        return torch.export.export(wrapper, inputs.empty_twins(device), strict=False), wrapper.seen
+    except HapError:
+        raise
+    except Exception as error:
+        raise _explain(error, type(module).__name__) from error
+
+
+def _text(program: ExportedProgram) -> list[str]:
+    """All graphs of a program as text: equal for equal computations."""
+    return [str(m.graph) for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
 
 
 @contextmanager
@@ -212,77 +256,6 @@ def _mode(module: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for m, flag in flags:
             m.training = flag
-
-
-@dataclass
-class _Changes:
-    """Attributes that forward has changed, and the buffers it has assigned anew: their old tensors, by module and name."""
-
-    names: list[str] = field(default_factory=list)
-    buffers: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-
-
-@contextmanager
-def _same_module(module: nn.Module, changes: _Changes | None = None) -> Iterator[None]:
-    """Afterwards put back every attribute of every submodule; `changes` gets those that were different."""
-    changes = changes or _Changes()
-    modules = dict(module.named_modules())
-    before = {name: {k: (v, _copy(v)) for k, v in vars(m).items()} for name, m in modules.items()}
-    changes.buffers.update({(name, k): b for name, m in modules.items() for k, b in m._buffers.items() if b is not None})
-    try:
-        yield
-    finally:
-        for name, m in modules.items():
-            changes.names += [f"{name}.{k}" if name else k for k in _restore(m, before[name])]
-
-
-def _write_assigned_buffers(module: nn.Module, changes: _Changes) -> None:
-    """`self.buffer = value` as a write into the buffer. (The exporter sees it on the outermost module only.)"""
-    for name, m in module.named_modules():
-        for key, now in m._buffers.items():
-            old = changes.buffers.get((name, key))
-            if old is not None and now is not None and now is not old:
-                with torch.no_grad():
-                    old.copy_(now)
-                m._buffers[key] = old
-
-
-def _copy(value: Any) -> Any:
-    return value.copy() if type(value) in (dict, list, set) else value
-
-
-def _restore(module: nn.Module, before: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    """Put the attributes back as they were; the names of those that had changed."""
-    now = vars(module)
-    changed = [k for k in now if k not in before]
-    for key in changed:
-        del now[key]
-    for key, (value, copy) in before.items():
-        same = key in now and _same(now[key], value, copy)
-        if not same:
-            changed.append(key)
-        if not same or now[key] is not value:  # the exporter leaves equal copies of containers behind
-            now[key] = value
-            if type(value) in (dict, set):
-                value.clear()
-                value.update(copy)
-            elif type(value) is list:
-                value[:] = copy
-    return changed
-
-
-def _same(now: Any, value: Any, copy: Any) -> bool:
-    if isinstance(now, Tensor | nn.Module) or isinstance(value, Tensor | nn.Module):
-        return now is value
-    if type(now) is not type(value):
-        return False
-    if type(value) is dict:
-        return now.keys() == copy.keys() and all(_same(now[k], copy[k], copy[k]) for k in copy)
-    if type(value) in (list, tuple):
-        return len(now) == len(copy) and all(_same(a, b, b) for a, b in zip(now, copy, strict=True))
-    if type(value) is set:
-        return bool(now == copy)
-    return now is value or (isinstance(value, bool | int | float | str) and bool(now == value))
 
 
 def _explain(error: BaseException, model: str) -> CaptureError:

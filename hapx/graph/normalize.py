@@ -10,6 +10,7 @@ gradient. Values that enter a no_grad context are detached there, so nothing ins
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from hapx.errors import CaptureError, UnsupportedOperatorError
 from hapx.graph import normalize_args as arguments
+from hapx.graph import normalize_bags as bags
 from hapx.graph.capture_inputs import unique_name
 from hapx.graph.normalize_args import name_of
 from hapx.graph.normalize_flatten import Call, Slot, slots_in
+from hapx.graph.normalize_views import Step, View, Views, scatter_into
 from hapx.graph.regions import Mark
 from hapx.ir import DTYPE_BYTES, FLOATING, Kind, Node, OpCall, Ref, TensorRef
 
@@ -50,6 +53,8 @@ class Emitter:
         self._written: dict[str, str] = {}
         self._detached: dict[str, Slot] = {}
         self._last_use: dict[int, int] = {}
+        self._views: defaultdict[int, Views] = defaultdict(Views)
+        self._fakes: dict[str, Tensor] = {}
 
     def root(self, slot: Slot, ref: TensorRef, fake: Tensor) -> None:
         """Declare a tensor that the program is given."""
@@ -80,6 +85,8 @@ class Emitter:
             self._write(i, call, bound)
         elif name == "aten.detach.default" and not bound["self"].fake.requires_grad:
             self._identity(call, bound)
+        elif name in ("aten.cat.default", "aten.concat.default") and _skips(bound["tensors"]):
+            self._join_some(call, bound)
         elif name == "aten.broadcast_tensors.default":
             self._broadcast(call, bound["tensors"])
         elif name == "aten.view.default":
@@ -88,6 +95,11 @@ class Emitter:
             extra = {k: bound.get(k) for k in ("non_blocking", "copy", "memory_format")} if "copy" in bound else {}
             options = {"non_blocking": False, "copy": False, "memory_format": None} | extra
             self._compute(call, torch.ops.aten.to.dtype, {"self": bound["self"], "dtype": dtype, **options}, call.out)
+        elif name == "aten.rrelu.default" and not bound["training"]:
+            slope = (bound["lower"] + bound["upper"]) / 2
+            self._compute(call, torch.ops.aten.leaky_relu.default, {"self": bound["self"], "negative_slope": slope}, call.out)
+        elif name in bags.TARGETS and bags.can_be_written_out(bound) and not any(id(slot) in self._last_use for slot in call.out[1:]):
+            self._bags(call, bound)
         else:
             if name in arguments.STATEFUL:
                 self._note_statistics(call, bound)
@@ -112,6 +124,9 @@ class Emitter:
             ref = self._tensor(name, fake, kind, call)
             outputs.append(ref)
             self._assign(slot, name, fake)
+            source = bound.get("self")
+            if len(slots) == 1 and isinstance(source, Slot) and source.storage == slot.storage:
+                self._views[slot.storage].note(name, View(source.name, op, {k: v for k, v in bound.items() if k != "self"}))
         plain = tuple((k, arguments.plain_value(v, call.where, _to_ref)) for k, v in bound.items())
         devices = arguments.device_arguments(op)
         plain = tuple((k, None if k in devices else v) for k, v in plain)
@@ -190,14 +205,36 @@ class Emitter:
                 bound = {"self": slot, "size": list(shape), "implicit": False}
                 self._compute(replace(call, base="expand"), torch.ops.aten.expand.default, bound, out)
 
+    def _join_some(self, call: Call, bound: dict[str, Any]) -> None:
+        """`cat` skips tensors of shape (0,), whatever the others are like: an empty cache, say."""
+        some = [s for s in bound["tensors"] if tuple(s.fake.shape) != (0,)] or bound["tensors"][:1]
+        if len(some) > 1:
+            self._compute(call, call.op, {**bound, "tensors": some}, call.out)
+        else:
+            (only,) = some
+            self._assign(call.out, only.name, self._run(torch.ops.aten.clone.default, {"self": only, "memory_format": None}, call.mark))
+
     # writes in place
+
+    def _bags(self, call: Call, bound: Mapping[str, Any]) -> None:
+        def compute(op: torch._ops.OpOverload, **given: Any) -> Slot:
+            slot = Slot()
+            self._compute(call, op, arguments.bind(op, (), given), slot)
+            return slot
+
+        def producer(slot: Slot) -> Node | None:
+            return next((n for n in self.normal.nodes if any(o.name == slot.name for o in n.outputs)), None)
+
+        result = bags.embedding_bag(bound, bags.bag_length(bound, producer), compute)
+        assert result.fake is not None
+        self._assign(call.out[0], result.name, result.fake)
 
     def _write(self, i: int, call: Call, bound: dict[str, Any]) -> None:
         """The write as a new value, which all names of the written tensor mean from here on."""
         assert call.written is not None
         target: Slot = bound[call.written]
         assert target.fake is not None
-        self._refuse_write(i, call, target)
+        steps = self._refuse_write(i, call, target)
         new = Slot()
         if call.op._schema.name == "aten::copy_":
             self._copy(call, bound["src"], target.fake, new)
@@ -209,12 +246,40 @@ class Emitter:
         kind, name = self._root_kind.get(target.storage, (Kind.VALUE, ""))
         if kind is Kind.BUFFER:
             self._note_write(name, "an in-place operator", call)
-        self._alive.append(new.fake)
-        self._alias[_storage(new.fake)] = target.storage
-        old = target.name
+        renamed = self._follow(call, target, new, steps)
         for slot in self._group[target.storage]:
-            if slot.name == old:
-                slot.name, slot.fake = new.name, new.fake
+            if slot.name in renamed:
+                changed = renamed[slot.name]
+                slot.name, slot.fake = changed.name, changed.fake
+
+    def _follow(self, call: Call, target: Slot, new: Slot, steps: Sequence[Step]) -> dict[str, Slot]:
+        """New values for all names of the memory that are read later, by their old names."""
+        views, renamed = self._views[target.storage], {target.name: new}
+        self._join(new, target)
+        for step in steps:
+            view, out = views[step.written or step.name], Slot()
+            if step.written is None:
+                self._compute(call, view.op, {"self": renamed[view.source], **view.rest}, out)
+            else:
+                scattered = scatter_into(view, self._value(step.name), renamed[step.written])
+                assert scattered is not None
+                self._compute(call, *scattered, out)
+            self._join(out, target)
+            renamed[step.name] = out
+        views.rename({old: slot.name for old, slot in renamed.items()})
+        return renamed
+
+    def _join(self, slot: Slot, target: Slot) -> None:
+        """The slot's value is on the memory of `target` from now on."""
+        assert slot.fake is not None
+        self._alive.append(slot.fake)
+        self._fakes[slot.name] = slot.fake
+        self._alias[_storage(slot.fake)] = slot.storage = target.storage
+
+    def _value(self, name: str) -> Slot:
+        slot = Slot()
+        slot.name, slot.fake = name, self._fakes[name]
+        return slot
 
     def _copy(self, call: Call, source: Any, like: Tensor, new: Slot) -> None:
         """`like.copy_(source)`: the source, in the target's dtype and shape."""
@@ -243,7 +308,8 @@ class Emitter:
             self._compute(call, torch.ops.aten.to.dtype, bound, cast)
             new.name, new.fake = cast.name, cast.fake
 
-    def _refuse_write(self, i: int, call: Call, target: Slot) -> None:
+    def _refuse_write(self, i: int, call: Call, target: Slot) -> Sequence[Step]:
+        """What follows from the write for other names of the memory; errors where it cannot be a new value."""
         kind, name = self._root_kind.get(target.storage, (Kind.VALUE, ""))
         what = f"{name_of(call.op)} changes"
         assert target.fake is not None
@@ -253,16 +319,22 @@ class Emitter:
             raise CaptureError(
                 f"{what} the input {name!r} in place", where=call.where, hint=f"{name} = {name}.clone() before, or the operator without _"
             )
-        if not call.mark.grad and target.fake.requires_grad:
+        others = [s.name for s in self._group[target.storage] if s.name != target.name and self._last_use.get(id(s), -1) > i]
+        views = self._views[target.storage]
+        path = views.path(target.name)
+        if not call.mark.grad and any(self._fakes[n].requires_grad for n in path):
             raise CaptureError(f"{what} a value that needs a gradient, under no_grad", where=call.where, hint="use a new tensor")
-        seen = [s for s in self._group[target.storage] if s.name != target.name and self._last_use.get(id(s), -1) > i]
-        if seen or (kind is Kind.BUFFER and self.normal.tensors[name].shape != tuple(target.fake.shape)):
+        if kind is Kind.BUFFER and len(path) > 1:
+            others.append(path[-1])  # what it holds at the end is an output
+        steps = views.steps(target.name, dict.fromkeys(others))
+        if steps is None or any(s.written and scatter_into(views[s.written], *[self._value(s.name)] * 2) is None for s in steps):
             raise UnsupportedOperatorError(
                 f"{name_of(call.op)} writes into a tensor of which another view is read later",
                 where=call.where,
-                allowed="in-place operators on whole tensors",
+                allowed="in-place operators on whole tensors, slices, reshaped and transposed tensors",
                 hint="make a new tensor with torch.where, torch.cat or the operator without _",
             )
+        return steps
 
     def _note_statistics(self, call: Call, bound: Mapping[str, Any]) -> None:
         flag, buffers = arguments.STATEFUL[name_of(call.op)]
@@ -282,6 +354,7 @@ class Emitter:
 
     def _assign(self, slot: Slot, name: str, fake: Tensor) -> None:
         self._alive.append(fake)
+        self._fakes[name] = fake
         key = _storage(fake)
         slot.name, slot.fake, slot.storage = name, fake, self._alias.get(key, key)
         group = self._group.setdefault(slot.storage, [])
@@ -311,6 +384,12 @@ def tensor_ref(name: str, fake: Tensor, kind: Kind, where: str) -> TensorRef:
         what = dtype if dtype not in DTYPE_BYTES else str(fake.layout).removeprefix("torch.")
         raise CaptureError(f"a {what} tensor", where=where, allowed=f"dense tensors of {', '.join(DTYPE_BYTES)}")
     return TensorRef(name, tuple(int(n) for n in fake.shape), dtype, kind, bool(fake.requires_grad) and dtype in FLOATING)
+
+
+def _skips(tensors: Sequence[Slot]) -> bool:
+    """Whether some of the tensors that are joined are of shape (0,) and say nothing about the dtype either."""
+    fakes = [s.fake for s in tensors if s.fake is not None]
+    return any(tuple(f.shape) == (0,) for f in fakes) and len({f.dtype for f in fakes}) == 1
 
 
 def _storage(fake: Tensor) -> int:

@@ -6,7 +6,9 @@ the plan, the cost model or the simulator; nothing is measured here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
+from typing import Any
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.layout import local_shape
@@ -117,10 +119,24 @@ def _times(plan: Plan, against: Plan | None) -> list[str]:
     if isinstance(baselines, dict) and baselines:
         known = [f"{name} {time_text(t)}" for name, t in baselines.items() if isinstance(t, int | float)]
         lines.append(f"baselines: {', '.join(known)}")
+    lines += coverage_lines(plan.statistics.get("coverage"))
     spent = {name.removesuffix("_time"): t for name, t in plan.statistics.items() if name.endswith("_time") and isinstance(t, int | float)}
     if spent:
         lines.append(f"planning took: {', '.join(f'{name} {time_text(t)}' for name, t in spent.items())}")
     return lines
+
+
+def coverage_lines(found: Any) -> list[str]:
+    """What of the model runs whole on every device for lack of a rule, by `plan.statistics["coverage"]`."""
+    if not isinstance(found, Mapping):
+        return []
+    if not found["operators"]:
+        return ["every operator is covered by a rule"]
+    named = [f"{target} {own['flops']:.1%} of the FLOPs, {own['bytes']:.1%} of the bytes" for target, own in found["operators"].items()]
+    return [
+        f"without a rule, so whole on every device: {found['flops']:.1%} of the FLOPs, {found['bytes']:.1%} of the bytes",
+        *(f"  {text}" for text in named),
+    ]
 
 
 def _stages(plan: Plan) -> str:

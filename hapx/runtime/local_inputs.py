@@ -42,11 +42,14 @@ class LocalInputs:
     def arrange(self, executor: Executor, key: ProgramKey) -> tuple[dict[str, Tensor], dict[str, Placement]]:
         """The program's inputs by name, and the placements of those that are cut already (a collective call)."""
         graph = executor.plan.graphs[key]
+        given = {p.tensor: p.placement for p in executor.plan.stages[0].programs[key].gives}
         result: dict[str, Tensor] = {}
         cut: dict[str, Placement] = {}
         for name, tensor, batched, shape in zip(graph.input_names, self.tensors, self.batched, self.shapes, strict=True):
             tensor = tensor.to(self.world.device)
             placement = executor.cut_placement(key, name) if batched else None
+            if placement != given.get(name, placement):  # a result of the model, too, and in another placement
+                placement = None
             if placement is not None and self._fits(executor, key, placement, shape):
                 cut[name] = placement
             elif batched:

@@ -218,7 +218,10 @@ def _missing(sample: Sample, claims: Sequence[Triple]) -> tuple[int, int, list[F
     grains = find_grains(case.graph)
     row = mesh.row(0)
     outputs = case.node.outputs
-    options = [tuple(Placement((s,)) for s in _states(r, grains, lambda n: Cut(row, n))) for r in (*case.refs, *outputs)]
+    options = [
+        tuple(Placement((s,)) for s in _states(r, grains, lambda n: Cut(row, n)) if r.name not in sample.whole or not isinstance(s, Sharded))
+        for r in (*case.refs, *outputs)
+    ]
     follows = _closure(claims, case.refs, outputs)
     tried, holding, found = 0, 0, []
     for pre in product(*options[: len(case.refs)]):

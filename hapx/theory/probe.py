@@ -130,11 +130,19 @@ def _draw(draw: Draw, generator: torch.Generator) -> Tensor:
     dtype = getattr(torch, draw.dtype)
     if draw.values is Values.IDS:
         return torch.randint(0, draw.limit, draw.shape, generator=generator, dtype=dtype)
+    if draw.values is Values.DISTINCT:
+        return torch.rand(draw.shape, generator=generator).argsort(draw.limit)
     if draw.values is Values.BOOL:
         return torch.randint(0, 2, draw.shape, generator=generator).to(dtype)
     x = _normal(draw.shape, dtype, generator)
     if draw.values is Values.POSITIVE:
         return x.abs() + 0.1
+    if draw.values is Values.ABOVE_ONE:
+        return x.abs() + 1.1
+    if draw.values is Values.ORDERED:
+        return x.sort().values
+    if draw.values is Values.SIGNS:
+        return x.sign()
     if draw.values is Values.UNIT:
         return x.sigmoid()
     if draw.values is Values.SHARES:

@@ -7,7 +7,7 @@ alike); how finely a site is cut is decided for the whole graph at once (`hapx.t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hapx.ir import FLOATING, Node, OpCall, Ref, TensorRef
@@ -128,6 +128,7 @@ def lookup(call: OpCall) -> OpEntry | None:
 def signature_rules(text: str, sum: str = "", linear: str = "", addend: str = "") -> Callable[[Context], list[Rule]]:
     """Rules of an operator that is what its signature says.
 
+    Members of a list argument are operands of its name, or "name[0]", "name[1]", ... where they differ.
     sum: indices over which the operator sums (splitting one leaves the outputs Partial).
     linear: groups "a b | c" of operands; if all tensors of a group are Partial and the others Replicated, outputs are Partial.
     addend: operands added to the sum: Partial whenever the output is.
@@ -138,7 +139,7 @@ def signature_rules(text: str, sum: str = "", linear: str = "", addend: str = ""
     def rules(context: Context) -> list[Rule]:
         named = {o.name: o for o in signature.operands}
         # per occurrence: (argument name, index per dim or None when the argument is not in the signature)
-        names = _occurrences(context.call)
+        names = _occurrences(context.call, named)
         indices = [named[n].indices(len(r.shape)) if n in named else None for n, r in zip(names, context.operands, strict=True)]
         outputs = [o.indices(len(r.shape)) for o, r in zip(_outputs(signature, context.node), context.node.outputs, strict=True)]
         found = [r for index in _indices(indices, outputs) for r in _split(context, names, indices, outputs, index, summed, addends)]
@@ -149,13 +150,15 @@ def signature_rules(text: str, sum: str = "", linear: str = "", addend: str = ""
     return rules
 
 
-def _occurrences(call: OpCall) -> list[str]:
+def _occurrences(call: OpCall, named: Collection[str] = ()) -> list[str]:
+    """The argument of every operand; members of a list are told apart if the signature does."""
     names: list[str] = []
     for name, value in call.args:
         if isinstance(value, Ref):
             names.append(name)
         elif isinstance(value, tuple):
-            names += [name] * len([v for v in value if isinstance(v, Ref)])
+            count = len([v for v in value if isinstance(v, Ref)])
+            names += [member if (member := f"{name}[{i}]") in named else name for i in range(count)]
     return names
 
 

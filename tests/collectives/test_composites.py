@@ -28,7 +28,8 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_the_registry_names_every_composite():
-    names = {"embedding", "cross_entropy", "batch_norm", "mean", "mse_loss", "linear_sfb", "dropout", "attention_dropout"}
+    names = {"embedding", "cross_entropy", "batch_norm", "mean", "mean_loss", "nll_loss", "linear_sfb", "dropout", "attention_dropout"}
+    names |= {"gather", "index"}
     names |= {"instance_norm", "weight_norm", "alpha_dropout"}
     assert set(COMPOSITES) == {f"hapx.{n}" for n in names}
 
@@ -250,15 +251,75 @@ def test_mean_in_half_precision_does_not_overflow():
     assert composite("mean")(x, None, False, 4000, None) == 60 and composite("mean")(x, (0,), True, 4000, torch.float32).dtype == torch.float32
 
 
-@pytest.mark.parametrize("reduction", [0, 1, 2])
-def test_mse_loss(reduction):
+@pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "soft_margin_loss"])
+def test_the_mean_of_a_loss_is_its_local_sum_over_the_global_count(loss):
     held = sharded(0, (5, 0, 1))
 
     def operator(comm, x, y):
-        return composite("mse_loss")(self=x, target=y, reduction=reduction, count=24)
+        return composite("mean_loss")(operator=f"aten.{loss}.default", self=x, target=y, reduction=1, count=24)
 
-    inputs = ((randn(6, 4), held, True), (randn(6, 4, seed=1), held, True))
-    Case(inputs, PAR if reduction else held, operator, lambda x, y: F.mse_loss(x, y, reduction=REDUCTIONS[reduction])).check(3)
+    inputs = ((randn(6, 4), held, True), (randn(6, 4, seed=1).abs() + 0.1, held, False))
+    Case(inputs, PAR, operator, getattr(torch.ops.aten, loss).default).check(3)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("shape", [(6, 5), (6, 5, 2, 3)])
+def test_negative_log_likelihood_split_by_samples(shape, weighted, reduction):
+    held = sharded(0, (5, 0, 1))
+    target = torch.randint(0, 5, (shape[0], *shape[2:]), generator=torch.Generator().manual_seed(3))
+    weight = randn(5, seed=2).abs() if weighted else None
+
+    def operator(comm, x, y):
+        return composite("nll_loss")(self=x, target=y, weight=weight, reduction=reduction, ignore_index=1, batch=comm, offset=0)
+
+    def reference(x, y):
+        return torch.ops.aten.nll_loss_nd(x, y, weight, reduction, 1)
+
+    Case(((randn(*shape), held, True), (target, held, False)), PAR if reduction else held, operator, reference).check(3)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("lengths", [(5,), (3, 0, 2)])
+def test_negative_log_likelihood_split_by_classes(lengths, reduction):
+    target = torch.tensor([4, 1, 0, 3, 2, 1])
+    weight = randn(5, seed=2).abs()
+
+    def operator(comm, x):
+        offset = sum(lengths[: comm.rank])
+        return composite("nll_loss")(self=x, target=target, weight=weight, reduction=reduction, ignore_index=1, batch=None, offset=offset)
+
+    def reference(x):
+        return torch.ops.aten.nll_loss_nd(x, target, weight, reduction, 1)
+
+    Case(((randn(6, 5), sharded(1, lengths), True),), PAR, operator, reference).check(len(lengths))
+
+
+# --- reading rows that are elsewhere -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(7,), (4, 3), (0, 5, 2)])
+def test_gather_along_a_split_dim(lengths):
+    index = torch.tensor([[0, 6, 4], [4, 3, 1]])
+
+    def operator(comm, x):
+        return composite("gather")(self=x, dim=1, index=index, offset=sum(lengths[: comm.rank]))
+
+    Case(((randn(5, 7), sharded(1, lengths), True),), PAR, operator, lambda x: x.gather(1, index)).check(len(lengths))
+
+
+@pytest.mark.parametrize("lengths", [(7,), (4, 3), (0, 5, 2)])
+@pytest.mark.parametrize("dim", [0, 2])
+def test_advanced_indexing_of_a_split_dim_counts_negative_indices_from_the_end_of_the_whole(lengths, dim):
+    rows, columns = torch.tensor([[0], [-1], [3]]), torch.tensor([1, -7, 6, 2])
+    shape = (7, 2, 7, 3)
+
+    def operator(comm, x):
+        offsets = [None, None, None]
+        offsets[dim] = sum(lengths[: comm.rank])
+        return composite("index")(self=x, indices=(rows, None, columns), offsets=offsets, sizes=shape)
+
+    Case(((randn(*shape), sharded(dim, lengths), True),), PAR, operator, lambda x: x[rows, :, columns]).check(len(lengths))
 
 
 # --- sufficient factor broadcasting ----------------------------------------------------------------------------------------------

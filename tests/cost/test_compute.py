@@ -87,15 +87,6 @@ def test_attention_is_two_products_and_half_of_it_if_causal():
     assert hidden(whole, whole.nodes[0]) == (("y", 4 * 2 * 4 * 16),)
 
 
-def test_einsum():
-    b = GraphBuilder()
-    b.parameter("a", 3, 4, 5)
-    b.parameter("b", 5, 6)
-    b.call("y", "aten.einsum.default", (3, 4, 6), equation="...k,kn->...n", tensors=("a", "b"), path=None)
-    g = b.graph_without_inputs("y")
-    assert work(g, g.nodes[0]).forward == 2 * 12 * 5 * 6
-
-
 def test_an_embedding_reads_rows_and_has_a_dense_gradient():
     b = GraphBuilder()
     b.tensor("ids", (4, 8), dtype="int64")

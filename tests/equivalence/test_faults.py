@@ -155,8 +155,8 @@ def with_argument(target: str, **changes: Any) -> Edit:
 
 
 def mean_of_local_means(triple: Triple) -> Triple:
-    if isinstance(triple.body, OpCall) and triple.body.target == "hapx.mse_loss":
-        return replace(triple, body=OpCall("aten.mse_loss.default", triple.body.args[:-1]))
+    if isinstance(triple.body, OpCall) and triple.body.target == "hapx.mean_loss":
+        return replace(triple, body=OpCall("aten.mse_loss.default", triple.body.args[2:]))
     return triple
 
 

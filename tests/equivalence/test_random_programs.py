@@ -97,5 +97,5 @@ def test_quick_programs_use_everything() -> None:
     assert sum(u.stored_sharded for u in uses) > 20
     assert sum(u.freed for u in uses) >= 5
     assert sum(u.sfb for u in uses) >= 3
-    composites = "embedding cross_entropy batch_norm mse_loss linear_sfb dropout attention_dropout"
+    composites = "embedding cross_entropy batch_norm mean_loss linear_sfb dropout attention_dropout"
     assert {f"hapx.{name}" for name in composites.split()} <= set().union(*(u.targets for u in uses))

@@ -226,6 +226,33 @@ class Returning(nn.Module):
         return forms[self.form]
 
 
+class Literals(nn.Module):
+    """Makes tensors of numbers where its input is; one is empty, as caches are before their first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = torch.tensor([], dtype=x.dtype, device=x.device)
+        scale = torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
+        h = torch.cat([cache, self.linear(x) * scale.to(x.dtype)], dim=-1)
+        both = torch.cat([h, cache, h.exp()], dim=0)
+        return (both / torch.tensor(0.5, dtype=x.dtype, device=x.device)).mean()
+
+
+def test_literals_have_their_values_on_meta_too() -> None:
+    graph, on_meta = (capture(Literals().to(device), torch.ones(2, 4, device=device)) for device in ("cpu", "meta"))
+    assert sorted(graph.constants.values()) == [(0.5,), (1.0, 2.0, 3.0, 4.0)]
+    assert on_meta.hash == graph.hash
+    assert on_meta.constants == graph.constants
+    cats = [n for n in graph.nodes if n.call.op == "aten.cat"]
+    assert [len(n.call["tensors"]) for n in cats] == [2]  # the empty one is left out
+    model = Literals()
+    x = torch.randn(2, 4)
+    assert torch.equal(run_module(graph, model, (x,))[graph.loss], model(x))
+
+
 @pytest.mark.parametrize(("form", "places"), [("tuple", ["1.0", "1.1.x"]), ("dict", ["logits"]), ("dataclass", ["logits"]), ("named", ["logits"])])
 def test_forms_of_output(form: str, places: list[str]) -> None:
     graph = capture(Returning(form), (torch.randn(2, 4, dtype=torch.float64),))

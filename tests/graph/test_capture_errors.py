@@ -93,6 +93,10 @@ def detached(m: Model, h: Tensor) -> Tensor:
     return h.detach().mean()
 
 
+def packed(m: Model, h: Tensor) -> Tensor:
+    return nn.utils.rnn.pack_padded_sequence(h[..., None], torch.tensor([4, 3, 2]), batch_first=True).data.mean()
+
+
 LARGE = torch.zeros(1_000_001)
 TRAINABLE = torch.ones(4, requires_grad=True)
 
@@ -105,6 +109,7 @@ CASES = [
     (own_backward, CaptureError, "autograd.Function Double cannot be captured", True),
     (reentrant, CaptureError, "use_reentrant=False", True),
     (complex_numbers, CaptureError, "complex64 tensor", True),
+    (packed, CaptureError, "packed sequences cannot be captured", True),
     (wrong_shape, CaptureError, "tracing forward failed", True),
     (large_constant, CaptureError, "1000001 elements", False),
     (trainable_constant, CaptureError, "is no parameter", False),

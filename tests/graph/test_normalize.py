@@ -134,7 +134,84 @@ def casts(m: Model, h: Tensor) -> Tensor:
     return h.float().to(torch.bfloat16).to("cpu").to(h).type_as(h) + h.to("cpu", torch.float32)
 
 
-CASES = [chain, masked, whole_fill, view_first, clones, two_names, fresh_constants, buffers, buffer_with_gradient, attribute, multiple, casts]
+def column(m: Model, h: Tensor) -> Tensor:
+    y = h * 2
+    y[:, 0] = 3.0
+    y[:, 1:3] *= h[:, :2]
+    y[0] = h[2]
+    return y * y
+
+
+def stale(m: Model, h: Tensor) -> Tensor:
+    y = h * 2
+    row, part = y[0], y[1:].transpose(0, 1)
+    y.add_(1)
+    part[2].exp_()
+    return row + y + part.sum()
+
+
+def reshaped(m: Model, h: Tensor) -> Tensor:
+    y = h * 2
+    y.view(2, 6)[1, 2:4].mul_(5.0)
+    y.t()[0].fill_(0.5)
+    y.permute(1, 0)[3].neg_()
+    y.unsqueeze(0).squeeze(0)[1].copy_(m.plain)
+    return y
+
+
+def copied_twice(m: Model, h: Tensor) -> Tensor:
+    y, z = h * 2, h + 1
+    y[0] = z[1]
+    z.mul_(3)
+    z[1] += 1  # does not change y
+    y[0].add_(2)
+    return y * z
+
+
+def shifted(m: Model, h: Tensor) -> Tensor:
+    """As decoder inputs are made from labels."""
+    y = torch.zeros_like(h)
+    y[..., 1:] = h[..., :-1].clone()
+    y[..., 0] = 7.0
+    y[:, :] += 1
+    y.masked_fill_(y > 1, 0.25)
+    return y
+
+
+def part_of_a_buffer(m: Model, h: Tensor) -> Tensor:
+    m.state[1:].mul_(0.5)
+    m.state[0] = 3
+    return h * m.state
+
+
+def powers(m: Model, h: Tensor) -> Tensor:
+    y = h * 2
+    y.pow_(2).clamp_(max=3).div_(3, rounding_mode=None)
+    y.zero_()
+    return F.rrelu(h, 0.1, 0.5, training=False) + y
+
+
+CASES = [
+    column,
+    stale,
+    reshaped,
+    copied_twice,
+    shifted,
+    part_of_a_buffer,
+    chain,
+    powers,
+    masked,
+    whole_fill,
+    view_first,
+    clones,
+    two_names,
+    fresh_constants,
+    buffers,
+    buffer_with_gradient,
+    attribute,
+    multiple,
+    casts,
+]
 
 
 @pytest.mark.parametrize("body", CASES, ids=lambda f: f.__name__)
@@ -233,17 +310,16 @@ def test_defaults_are_torch_constants() -> None:
 # -- refused --------------------------------------------------------------------------------------------------------------------------
 
 
-def column(m: Model, h: Tensor) -> Tensor:
+def diagonal(m: Model, h: Tensor) -> Tensor:
     y = h * 2
-    y[:, 0] = 3.0
+    y.diagonal().mul_(3.0)
     return y
 
 
-def stale(m: Model, h: Tensor) -> Tensor:
+def detached_write(m: Model, h: Tensor) -> Tensor:
     y = h * 2
-    row = y[0]
-    y.add_(1)
-    return row
+    y.detach().mul_(3.0)
+    return y
 
 
 def parameter(m: Model, h: Tensor) -> Tensor:
@@ -258,15 +334,22 @@ def under_no_grad(m: Model, h: Tensor) -> Tensor:
     return h
 
 
+def part_under_no_grad(m: Model, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h[0].mul_(2)
+    return h
+
+
 def random_write(m: Model, h: Tensor) -> Tensor:
     return h * torch.empty(3, 4, dtype=torch.float64).uniform_()
 
 
 REFUSED = [
-    (column, UnsupportedOperatorError, "another view is read later"),
-    (stale, UnsupportedOperatorError, "another view is read later"),
+    (diagonal, UnsupportedOperatorError, "another view is read later"),
+    (detached_write, UnsupportedOperatorError, "another view is read later"),
     (parameter, CaptureError, "changes the parameter 'linear.weight'"),
     (under_no_grad, CaptureError, "needs a gradient, under no_grad"),
+    (part_under_no_grad, CaptureError, "needs a gradient, under no_grad"),
     (random_write, UnsupportedOperatorError, "aten.uniform_.default writes into a tensor"),
 ]
 

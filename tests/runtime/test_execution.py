@@ -94,9 +94,9 @@ def replace_forms(instruction: Instruction, form: Form) -> Instruction:
 def local_mean(instruction: Instruction) -> Instruction:
     """The mean of local means instead of the local sum over the global count."""
     triple = instruction.triple
-    if not isinstance(triple.body, OpCall) or triple.body.target != "hapx.mse_loss":
+    if not isinstance(triple.body, OpCall) or triple.body.target != "hapx.mean_loss":
         return instruction
-    body = OpCall("aten.mse_loss.default", triple.body.args[:-1])
+    body = OpCall("aten.mse_loss.default", triple.body.args[2:])
     return replace(instruction, triple=replace(triple, body=body))
 
 

@@ -10,7 +10,7 @@ steps in float64 on a single device and on all ranks, and compares the loss, eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from hapx.collectives.communicator import create_groups
 from hapx.collectives.threads import ThreadCommunicator, run_threads
+from hapx.graph.capture_inputs import bind_inputs
+from hapx.graph.capture_outputs import split_output
 from hapx.ir import Graph, Node, OpCall
 from hapx.plan import Form, Plan
 from hapx.runtime.executor import Executor
@@ -27,7 +29,7 @@ from hapx.states import Sharded
 from support.pool import pool
 
 ModelFactory = Callable[[], nn.Module]
-InputsFactory = Callable[[int], tuple[Tensor, ...]]
+InputsFactory = Callable[[int], tuple[Tensor, ...] | Mapping[str, Tensor]]
 Mode = Literal["threads", "gloo"]
 TOLERANCE = 1e-9
 
@@ -77,7 +79,9 @@ def train_single(model_factory: ModelFactory, inputs_factory: InputsFactory, ste
     trace = Trace()
     for step in range(steps):
         steps_of.zero_grad()
-        loss = model(*inputs_factory(step))
+        inputs = inputs_factory(step)
+        output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+        loss, _ = split_output(output)
         loss.backward()
         trace.losses.append(float(loss.detach()))
         trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None})
@@ -97,7 +101,7 @@ def train_rank(
     graph = plan.graphs[plan.first]
     for step in range(steps):
         steps_of.zero_grad()
-        inputs = dict(zip(graph.input_names, inputs_factory(step), strict=True))
+        inputs = dict(zip(graph.input_names, bind_inputs(executor.module, inputs_factory(step)).tensors, strict=True))
         loss = executor.run(plan.first, inputs)[graph.loss]
         loss.backward()
         trace.losses.append(float(loss.detach()))

@@ -185,7 +185,7 @@ def mlp_graph(widths: tuple[int, int, int], batch: int, mode: str = "train") -> 
 def mse_sum(graph: Graph) -> OpCall:
     """The body of the loss where samples are split: local sum over the global count."""
     call = graph.nodes[3].call
-    return OpCall("hapx.mse_loss", (*call.args, ("count", graph.refs["linear_1"].size)))
+    return OpCall("hapx.mean_loss", (("operator", call.target), ("count", graph.refs["linear_1"].size), *call.args))
 
 
 def mlp_batch_split(

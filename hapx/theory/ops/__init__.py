@@ -1,5 +1,49 @@
 """The operator tables. Importing this package fills the registry."""
 
-from hapx.theory.ops import convolution, dropout, linalg, losses, normalization, pointwise, pooling, reductions, resampling, views
+from hapx.theory.ops import (
+    advanced_indexing,
+    convolution,
+    diagonals,
+    dropout,
+    einsum,
+    indexing,
+    linalg,
+    losses,
+    normalization,
+    pointwise,
+    pooling,
+    recurrent,
+    reductions,
+    repeats,
+    resampling,
+    routing,
+    scans,
+    statistics,
+    vectors,
+    views,
+    writes,
+)
 
-__all__ = ["convolution", "dropout", "linalg", "losses", "normalization", "pointwise", "pooling", "reductions", "resampling", "views"]
+__all__ = [
+    "advanced_indexing",
+    "convolution",
+    "diagonals",
+    "dropout",
+    "einsum",
+    "indexing",
+    "linalg",
+    "losses",
+    "normalization",
+    "pointwise",
+    "pooling",
+    "recurrent",
+    "reductions",
+    "repeats",
+    "resampling",
+    "routing",
+    "scans",
+    "statistics",
+    "vectors",
+    "views",
+    "writes",
+]

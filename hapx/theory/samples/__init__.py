@@ -14,26 +14,26 @@ from collections.abc import Mapping
 from hapx.theory.samples.convolution import convolutions, grouped, transposed
 from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, dtype, ids, positive, sample, t, unit
 from hapx.theory.samples.dropout import dropouts
+from hapx.theory.samples.einsum import contractions
+from hapx.theory.samples.indexing import advanced, indexing
 from hapx.theory.samples.linalg import attention, products
-from hapx.theory.samples.losses import losses
+from hapx.theory.samples.losses import class_losses, losses, row_by_row
 from hapx.theory.samples.normalization import channels, groups, rows
-from hapx.theory.samples.pointwise import binary, casts, pointwise
+from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, several, with_numbers
 from hapx.theory.samples.pooling import pools, unpools
+from hapx.theory.samples.recurrent import recurrent
 from hapx.theory.samples.reductions import reductions, softmaxes
 from hapx.theory.samples.resampling import columns, interpolations, paddings, points, shuffles
+from hapx.theory.samples.routing import routing
+from hapx.theory.samples.scans import diagonals, repeats, scans
+from hapx.theory.samples.statistics import statistics, vectors
 from hapx.theory.samples.views import pieces, views
+from hapx.theory.samples.writes import writes
 
 FAMILIES = (
-    pointwise, binary, casts,
-    products, attention,
-    convolutions, grouped, transposed,
-    views, pieces,
-    reductions, softmaxes,
-    rows, channels, groups,
-    pools, unpools,
-    interpolations, paddings, shuffles, columns, points,
-    losses,
-    dropouts,
+    pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, contractions, recurrent, convolutions, grouped, transposed,
+    views, pieces, reductions, softmaxes, rows, channels, groups, pools, unpools, interpolations, paddings, shuffles, columns, points,
+    losses, class_losses, row_by_row, dropouts, indexing, advanced, routing, scans, repeats, diagonals, statistics, vectors, writes,
 )  # fmt: skip
 SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 

@@ -10,13 +10,18 @@ from hapx.ir import FLOATING, OpCall, Ref, TorchConst
 
 
 class Values(Enum):
-    """How an operand is drawn. IDS: integers below `limit`; SPECIAL: normal with infinities and nans; SHARES: positive, rows sum to 1."""
+    """How an operand is drawn. IDS: integers below `limit`; DISTINCT: indices along dim `limit` that do not meet; SPECIAL: normal with infinities
+    and nans; SHARES: positive, rows sum to 1."""
 
     NORMAL = "normal"
     POSITIVE = "positive"
     UNIT = "unit"
+    ABOVE_ONE = "above one"
+    SIGNS = "signs"
+    ORDERED = "ordered"
     IDS = "ids"
     SPECIAL = "special"
+    DISTINCT = "distinct"
     SHARES = "shares"
     BOOL = "bool"
 
@@ -54,11 +59,13 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`draws`: operands by the name of their Ref. `excuse`: why rules that are true for this call are not claimed, if any are."""
+    """`draws`: operands by the name of their Ref. `excuse`: why rules that are true for this call are not claimed, if any are. `whole`: operands
+    of which no pieces are tried beyond the claims, because the kernel checks no shapes and reads memory that is not its own."""
 
     call: OpCall
     draws: tuple[tuple[str, Draw], ...]
     excuse: Reason | None = None
+    whole: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         shapes = ", ".join(
@@ -76,12 +83,32 @@ def positive(*shape: int, grad: bool = True) -> Draw:
     return Draw(shape, values=Values.POSITIVE, grad=grad)
 
 
-def unit(*shape: int) -> Draw:
-    return Draw(shape, values=Values.UNIT)
+def unit(*shape: int, grad: bool = True) -> Draw:
+    return Draw(shape, values=Values.UNIT, grad=grad)
+
+
+def signs(*shape: int) -> Draw:
+    """1 and -1."""
+    return Draw(shape, values=Values.SIGNS, grad=False)
+
+
+def above(*shape: int) -> Draw:
+    """Numbers above 1."""
+    return Draw(shape, values=Values.ABOVE_ONE)
 
 
 def ids(*shape: int, limit: int) -> Draw:
     return Draw(shape, "int64", Values.IDS, limit)
+
+
+def permuted(*shape: int, dim: int = -1) -> Draw:
+    """Indices along `dim` that do not meet."""
+    return Draw(shape, "int64", Values.DISTINCT, dim)
+
+
+def ordered(*shape: int) -> Draw:
+    """Numbers that ascend along the last dim, without a gradient."""
+    return Draw(shape, values=Values.ORDERED, grad=False)
 
 
 def booleans(*shape: int) -> Draw:
@@ -93,7 +120,7 @@ def dtype(name: str) -> TorchConst:
 
 
 def sample(target: str, excuse: Reason | None = None, /, **args: Any) -> Sample:
-    """A sample of `target`: Draws (and lists of them) become operands, everything else constants."""
+    """A sample of `target`: Draws (and lists of them, or None) become operands, everything else constants."""
     values: list[tuple[str, Any]] = []
     draws: list[tuple[str, Draw]] = []
     for name, value in args.items():
@@ -101,9 +128,9 @@ def sample(target: str, excuse: Reason | None = None, /, **args: Any) -> Sample:
             draws.append((name, value))
             values.append((name, Ref(name)))
         elif isinstance(value, list):
-            members = [(f"{name}{i}", d) for i, d in enumerate(value)]
-            draws += members
-            values.append((name, tuple(Ref(n) for n, _ in members)))
+            members = [(f"{name}{i}" if d is not None else None, d) for i, d in enumerate(value)]
+            draws += [(n, d) for n, d in members if n is not None]
+            values.append((name, tuple(None if n is None else Ref(n) for n, _ in members)))
         else:
             values.append((name, value))
     return Sample(OpCall(f"aten.{target}" if target.count(".") else f"aten.{target}.default", tuple(values)), tuple(draws), excuse)

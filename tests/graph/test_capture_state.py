@@ -1,0 +1,58 @@
+"""Forward functions that set attributes when they are called first: captured as they are from then on, and the module stays as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hapx.errors import CaptureError
+from hapx.graph.capture import capture
+
+
+class Lazy(nn.Module):
+    """Notes its input's width, and installs a hook, when it is called first."""
+
+    def __init__(self, *, differs: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.ready = False
+        self.widths: dict[str, int] = {"other": 3}
+        self.differs = differs
+
+    def forward(self, x: Tensor) -> Tensor:
+        fresh = not self.ready
+        if fresh:
+            self.inner.register_forward_hook(lambda module, args, output: None)
+            self.widths["x"] = x.shape[-1]
+            self.ready = True
+        h = self.inner(x)
+        return (h * 2 if fresh and self.differs else h).sum()
+
+
+class Counting(Lazy):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_forward_that_settles_is_captured() -> None:
+    model = Lazy()
+    graph = capture(model, torch.ones(2, 4))
+    assert [n.call.op for n in graph.nodes] == ["aten.linear", "aten.sum"]
+    assert not model.ready
+    assert model.widths == {"other": 3}
+    assert not model.inner._forward_hooks
+    model(torch.ones(2, 4))
+    assert capture(model, torch.ones(2, 4)).hash == graph.hash
+    assert len(model.inner._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("model", [Lazy(differs=True), Counting()], ids=["another computation", "never settles"])
+def test_a_forward_that_computes_something_else_later_is_refused(model: nn.Module) -> None:
+    with pytest.raises(CaptureError, match="forward changes"):
+        capture(model, torch.ones(2, 4))
+    assert not model.ready
+    assert not model.inner._forward_hooks
