@@ -141,7 +141,31 @@ def powers(m: Model, h: Tensor) -> Tensor:
     return F.rrelu(h, 0.1, 0.5, training=False) + y
 
 
-CASES = [chain, powers, masked, whole_fill, view_first, clones, two_names, fresh_constants, buffers, buffer_with_gradient, attribute, multiple, casts]
+def aliases(m: Model, h: Tensor) -> Tensor:
+    x = h.swapdims(0, 1).moveaxis(0, 1).adjoint().mH.view_as(h).reshape_as(h) + h[:1].expand_as(h) + torch.broadcast_to(h[0], (3, 4))
+    parts = [*h.hsplit(2), *h.vsplit((1,)), *h.tensor_split((1, 1, 3), dim=1), *h.hsplit((3,)), *h[None].repeat(1, 1, 1).dsplit(2)]
+    rows = torch.vstack([h[0], h[1]]) + torch.row_stack([h[:1], h[1:2]]) + torch.concatenate([h[:1], h[1:2]])
+    columns = torch.column_stack([h[:, 0], h[:, 1]]) + torch.hstack([h[:, :1], h[:, :1]]) + torch.dstack([h[:, 0:1], h[:, 1:2]]).flatten(1)
+    ranks = torch.atleast_3d(h[0]).sum() + torch.atleast_2d(h[0]).mean() * torch.atleast_1d(h[0, 0])
+    return x + sum(p.exp().sum() for p in parts) + rows.sum(0) * columns.sum() + ranks
+
+
+CASES = [
+    chain,
+    powers,
+    aliases,
+    masked,
+    whole_fill,
+    view_first,
+    clones,
+    two_names,
+    fresh_constants,
+    buffers,
+    buffer_with_gradient,
+    attribute,
+    multiple,
+    casts,
+]
 
 
 @pytest.mark.parametrize("body", CASES, ids=lambda f: f.__name__)
@@ -169,6 +193,12 @@ def test_broadcast_becomes_expand() -> None:
     graph = check(multiple)
     (expand,) = (n for n in graph.nodes if n.call.op == "aten.expand")
     assert expand.call["size"] == (3, 4)
+
+
+def test_aliases_are_written_as_what_they_are() -> None:
+    known = "reshape expand transpose movedim tensor_split split_with_sizes cat stack slice select unsqueeze repeat flatten linear"
+    pointwise = "add mul exp sum mean pow square"
+    assert {n.call.op for n in check(aliases).nodes} <= {f"aten.{name}" for name in f"{known} {pointwise}".split()}
 
 
 def test_constants_and_buffers() -> None:

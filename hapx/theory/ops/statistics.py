@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hapx.theory.ops.creation import nothing
 from hapx.theory.ops.reductions import reduced_whole, reduction_rules, softmax_signature
-from hapx.theory.ops.views import nothing
 from hapx.theory.registry import Context, OpEntry, Rule, op, register
 
 DIMS = """aten.aminmax aten.var_mean.correction aten.var_mean.dim aten.std_mean.correction aten.std_mean.dim aten.any.dims aten.all.dims aten.nanmean

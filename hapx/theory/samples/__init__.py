@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hapx.theory.samples.creation import creation
 from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, dtype, ids, positive, sample, t, unit
 from hapx.theory.samples.indexing import advanced, indexing
 from hapx.theory.samples.linalg import attention, products
@@ -24,12 +25,14 @@ from hapx.theory.samples.views import pieces, views
 FAMILIES = (
     pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, views, pieces, reductions, norms, losses, class_losses,
     row_by_row, indexing, advanced, scans, repeats, diagonals, statistics, vectors,
+    creation,
 )  # fmt: skip
 SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 
 UNDEFINED = "its values are undefined"
 UNSAMPLED: Mapping[str, str] = {
     "aten.empty.memory_format": UNDEFINED,
+    "aten.empty_like.default": UNDEFINED,
     "aten.new_empty.default": UNDEFINED,
 }
 
