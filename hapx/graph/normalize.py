@@ -84,7 +84,7 @@ class Emitter:
             self._identity(call, bound)
         elif name == "aten.broadcast_tensors.default":
             self._broadcast(call, bound["tensors"])
-        elif (alias := plain_form(name, bound)) is not None:
+        elif (alias := plain_form(call.op, bound)) is not None:
             self._compute(call, *alias, call.out)
         elif (dtype := arguments.target_dtype(call.op, bound)) is not None:
             extra = {k: bound.get(k) for k in ("non_blocking", "copy", "memory_format")} if "copy" in bound else {}

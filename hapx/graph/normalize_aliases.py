@@ -1,4 +1,4 @@
-"""Operators that are another one by another name, or with arguments that are written down otherwise.
+"""Operators that are another one with arguments that are written down otherwise, or just by another name.
 
 In: an operator and its arguments by name. Out: the operator that the tables know, and its arguments; None for one that is no alias.
 """
@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from hapx.graph.normalize_args import name_of
 from hapx.graph.normalize_flatten import Slot
+from hapx.graph.normalize_names import canonical
 
 aten = torch.ops.aten
 Bound = Mapping[str, Any]
@@ -93,10 +95,6 @@ def _rrelu(b: Bound) -> Alias | None:
     return aten.leaky_relu.default, {"self": b["self"], "negative_slope": (b["lower"] + b["upper"]) / 2}
 
 
-def _renamed(op: torch._ops.OpOverload, *names: str) -> Callable[[Bound], Alias]:
-    return lambda b: (op, {name: b[name] for name in names})
-
-
 _ALIASES: Mapping[str, Callable[[Bound], Alias | None]] = {
     "aten.view.default": _view,
     "aten.rrelu.default": _rrelu,
@@ -107,9 +105,6 @@ _ALIASES: Mapping[str, Callable[[Bound], Alias | None]] = {
     "aten.atleast_1d.default": _reshaped(_at_least(1)),
     "aten.atleast_2d.default": _reshaped(_at_least(2)),
     "aten.atleast_3d.default": _reshaped(_at_least(3)),
-    "aten.swapdims.default": _renamed(aten.transpose.int, "self", "dim0", "dim1"),
-    "aten.moveaxis.int": _renamed(aten.movedim.int, "self", "source", "destination"),
-    "aten.moveaxis.intlist": _renamed(aten.movedim.intlist, "self", "source", "destination"),
     "aten.adjoint.default": _adjoint,
     "aten.mH.default": _adjoint,
     "aten.matrix_H.default": _adjoint,
@@ -120,10 +115,6 @@ _ALIASES: Mapping[str, Callable[[Bound], Alias | None]] = {
     "aten.vsplit.array": _pieces(lambda rank: 0),
     "aten.dsplit.array": _pieces(lambda rank: 2),
     "aten.tensor_split.indices": _pieces(None),
-    "aten.unsafe_split.Tensor": _renamed(aten.split.Tensor, "self", "split_size", "dim"),
-    "aten.unsafe_chunk.default": _renamed(aten.chunk.default, "self", "chunks", "dim"),
-    "aten.unsafe_split_with_sizes.default": _renamed(aten.split_with_sizes.default, "self", "split_sizes", "dim"),
-    "aten.concatenate.default": _renamed(aten.cat.default, "tensors", "dim"),
     "aten.hstack.default": _joined(lambda rank: min(1, rank - 1), 0),
     "aten.vstack.default": _joined(lambda rank: 0 if rank > 1 else rank, 0),
     "aten.row_stack.default": _joined(lambda rank: 0 if rank > 1 else rank, 0),
@@ -132,7 +123,10 @@ _ALIASES: Mapping[str, Callable[[Bound], Alias | None]] = {
 }
 
 
-def plain_form(name: str, bound: Bound) -> Alias | None:
-    """The operator that `name` stands for, and its arguments."""
-    alias = _ALIASES.get(name)
-    return alias(bound) if alias is not None else None
+def plain_form(op: torch._ops.OpOverload, bound: Bound) -> Alias | None:
+    """The operator that `op` stands for, and its arguments."""
+    alias = _ALIASES.get(name_of(op))
+    if alias is not None:
+        return alias(bound)
+    other = canonical(op)
+    return (other, dict(bound)) if other is not op else None

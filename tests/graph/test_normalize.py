@@ -150,7 +150,16 @@ def aliases(m: Model, h: Tensor) -> Tensor:
     return x + sum(p.exp().sum() for p in parts) + rows.sum(0) * columns.sum() + ranks
 
 
+def other_names(m: Model, h: Tensor) -> Tensor:
+    y = torch.absolute(h).multiply(2).subtract(1).true_divide(3).negative().clip(-1, 1)
+    y = torch.special.expit(y) + torch.arctan2(y, h) + torch.special.xlogy(0.5, h.square() + 1) + torch.max(y, h)
+    y.multiply_(2).subtract_(h).clip_(-2, 2)
+    mask = (h.greater(0) & h.less_equal(1)) | h.not_equal(h)
+    return torch.special.softmax(y, 1) * mask + torch.fix(h) + torch.special.round(h, decimals=1)
+
+
 CASES = [
+    other_names,
     chain,
     powers,
     aliases,
@@ -193,6 +202,16 @@ def test_broadcast_becomes_expand() -> None:
     graph = check(multiple)
     (expand,) = (n for n in graph.nodes if n.call.op == "aten.expand")
     assert expand.call["size"] == (3, 4)
+
+
+def test_operators_have_one_name() -> None:
+    found = {n.call.target for n in check(other_names).nodes}
+    expected = (
+        "abs.default mul.Tensor sub.Tensor div.Tensor neg.default clamp.default sigmoid.default atan2.default xlogy.Scalar_Self maximum.default"
+    )
+    expected += " gt.Scalar le.Scalar ne.Tensor bitwise_and.Tensor bitwise_or.Tensor softmax.int trunc.default round.decimals"
+    assert {f"aten.{name}" for name in expected.split()} <= found
+    assert not any(name in target for target in found for name in ("special", "absolute", "multiply", "subtract", "clip", "greater"))
 
 
 def test_aliases_are_written_as_what_they_are() -> None:
