@@ -11,7 +11,7 @@ from hapx.theory.registry import Context, OpEntry, Rule, register
 DIMS = """aten.aminmax aten.var_mean.correction aten.var_mean.dim aten.std_mean.correction aten.std_mean.dim aten.any.dims aten.all.dims aten.nanmean
     aten.frobenius_norm.dim aten.linalg_norm aten.linalg_matrix_norm aten.norm.ScalarOpt_dim_dtype"""
 EVERYTHING = """aten.prod.default aten.var.default aten.std.default aten.var_mean.default aten.std_mean.default aten.median.default
-    aten.nanmedian.default aten.any.default aten.all.default aten.norm.Scalar aten.norm.ScalarOpt_dtype aten.dist"""
+    aten.nanmedian.default aten.max.default aten.min.default aten.any.default aten.all.default aten.norm.Scalar aten.norm.ScalarOpt_dtype aten.dist"""
 
 
 def counted(context: Context) -> Iterable[Rule]:
