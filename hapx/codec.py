@@ -45,6 +45,7 @@ from hapx.plan import (
     LocalIndices,
     LocalOffset,
     LocalShape,
+    LocalSize,
     Mesh,
     Plan,
     Program,
@@ -63,7 +64,7 @@ CLASSES: Mapping[str, type[Any]] = {
         states.Row, states.Cut, states.Replicated, states.Invariant, states.Partial, states.Sharded, states.Placement, states.Property,
         ir.Kind, ir.TensorRef, ir.Ref, ir.TorchConst, ir.OpCall, ir.Node, ir.Region, ir.Output, ir.Graph,
         spec.Link, spec.DeviceType, spec.Machine, spec.Device, spec.ClusterSpec, restriction.Restriction,
-        Axis, Mesh, Form, Communication, LocalShape, LocalOffset, LocalIndices, LocalBlock, Axes,
+        Axis, Mesh, Form, Communication, LocalShape, LocalSize, LocalOffset, LocalIndices, LocalBlock, Axes,
         Triple, Instruction, ProgramKey, Program, Copy, Storage, Stage, Boundary, Action,
         Schedule, Plan,
     )

@@ -56,6 +56,9 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
 
+# Their first operands are input, weight and bias; a weight without channels is refused, or taken for one that makes no channels.
+CONVOLUTIONS = frozenset({f"aten.{name}{n}d" for name in ("conv", "conv_transpose") for n in (1, 2, 3)} | {"aten.convolution"})
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -72,7 +75,7 @@ class TorchConst:
     name: str
 
 
-# Argument values: None, bool, int, float, str, Ref, TorchConst, nested tuples of these; in plans also LocalShape, LocalOffset, Axes.
+# Argument values: None, bool, int, float, str, Ref, TorchConst, nested tuples of these; in plans also LocalShape, LocalSize, LocalOffset, Axes...
 Value = Any
 
 

@@ -103,6 +103,14 @@ class LocalShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalSize:
+    """As an argument: how many of `size` things that lie along dim 0 of `placement` are local (groups of channels, say)."""
+
+    size: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
 class LocalOffset:
     """As an argument: global index of the first local element of `dim` in `placement`."""
 
@@ -315,5 +323,5 @@ class Plan:
 
 __all__ = [
     "Action", "Axes", "Axis", "Boundary", "Communication", "Copy", "Form", "Instruction", "LocalBlock", "LocalIndices", "LocalOffset", "LocalShape",
-    "Mesh", "Plan", "Program", "ProgramKey", "Schedule", "Stage", "Storage", "Triple", "Value",
+    "LocalSize", "Mesh", "Plan", "Program", "ProgramKey", "Schedule", "Stage", "Storage", "Triple", "Value",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ Invariant: a candidate's time, memory and program are those of its integer lengt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +33,8 @@ from hapx.simulate import simulate_program
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import Solution, least_memory, solve
+from hapx.synth.search import cheapest, least_memory, solve
+from hapx.synth.writer import Solution
 from hapx.theory.derive import derive
 from hapx.theory.triple import Theory
 
@@ -96,7 +97,7 @@ class Counters:
 
     def as_dict(self) -> dict[str, Any]:
         times = {"theory_time": self.theory_time, "search_time": self.search_time, "simulation_time": self.simulation_time}
-        counts = {name: getattr(self.search, name) for name in ("expansions", "generated", "dominated", "bounded", "unproven")}
+        counts = {name: getattr(self.search, name) for name in ("expansions", "generated", "dominated", "bounded", "unproven", "gap")}
         return {**times, **counts, "alternations": self.alternations, "views": tuple(self.views)}
 
 
@@ -161,6 +162,7 @@ class _Alternation:
         self.rows = tuple(theory.mesh.row(theory.mesh.uneven, kind) for kind in _ROW_KINDS) if theory.mesh.uneven is not None else ()
         self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
         self.found: dict[tuple[Any, ...], Candidate] = {}
+        self.prices: tuple[float, ...] | None = None  # of memory, once it binds
 
     def candidates(self, known: float) -> list[Candidate]:
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views."""
@@ -209,17 +211,18 @@ class _Alternation:
         lengths, best = self._lengths(ratios), float("inf")
         for _ in range(MAX_ALTERNATIONS):
             self.counters.alternations += 1
-            solution, fits = self._solve(lengths, free)
-            goal = objective(solution.steps, solution.storage, len(self.sizes))
-            if fits:
-                self._keep(solution, goal, lengths, ratios)
-                best = min(best, solution.cost)
-            if not free or (fits and solution.cost > HOPELESS * known):
-                return
-            balanced = balance(goal, self.sizes, self.capacity, ratios, self.costs.lengths_to_shares(self.fixed))
-            if balanced is None:
-                if not fits:
-                    self._solve(lengths, False)  # raises, naming the device and what it lacks
+            solution, goal, balanced = None, None, None
+            for solution, fits in self._solutions(lengths, free):
+                goal = objective(solution.steps, solution.storage, len(self.sizes))
+                if fits:
+                    self._keep(solution, goal, lengths, ratios)
+                    best = min(best, solution.cost)
+                if not free or (fits and solution.cost > HOPELESS * known):
+                    return
+                balanced = balance(goal, self.sizes, self.capacity, ratios, self.costs.lengths_to_shares(self.fixed))
+                if balanced is not None:
+                    break
+            if balanced is None or goal is None or solution is None:
                 return
             ratios = balanced
             lengths = self._rounded(goal, self._lengths(ratios))
@@ -228,17 +231,22 @@ class _Alternation:
                 return
             best = candidate.cost
 
-    def _solve(self, lengths: Lengths, free: bool) -> tuple[Solution, bool]:
-        """The best program at these lengths; if none fits but ratios may change, the one of least memory."""
+    def _solutions(self, lengths: Lengths, free: bool) -> Iterator[tuple[Solution, bool]]:
+        """The best program at these lengths that fits. If none does but ratios may change: the cheapest one (other ratios may make it fit), then the
+        one of least memory; then InsufficientMemoryError is raised, naming the device and what it lacks."""
         shares = self.costs.lengths_to_shares(lengths)
         try:
-            solution, fits = solve(self.problem, shares, self.limits, self.setting.key), True
-        except InsufficientMemoryError:
+            solution = solve(self.problem, shares, self.limits, self.setting.key, self.prices)
+        except InsufficientMemoryError as error:
             if not free:
                 raise
-            solution, fits = least_memory(self.problem, shares, self.limits, self.setting.key), False
+            for solution in (cheapest(self.problem, shares, self.setting.key), least_memory(self.problem, shares, self.limits, self.setting.key)):
+                self.counters.search.add(solution.statistics)
+                yield solution, False
+            raise error
+        self.prices = solution.prices or self.prices
         self.counters.search.add(solution.statistics)
-        return solution, fits
+        yield solution, True
 
     def _rounded(self, goal: Objective, lengths: Lengths) -> Lengths:
         """Lengths after rounding, made to fit, then improved where units are few."""

@@ -20,7 +20,7 @@ from hapx.errors import HapError, PlanError
 from hapx.graph.segments import find_blocks, graph_hash
 from hapx.ir import FLOATING, Graph, Kind, TorchConst
 from hapx.lower import Candidate, memory, work_shares
-from hapx.plan import VERSION, Communication, LocalBlock, LocalIndices, LocalOffset, LocalShape, Mesh, Plan, Program, ProgramKey, Stage
+from hapx.plan import VERSION, Communication, LocalBlock, LocalIndices, LocalOffset, LocalShape, LocalSize, Mesh, Plan, Program, ProgramKey, Stage
 from hapx.simulate import simulate_program
 from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
 from hapx.theory.derive import derive
@@ -226,7 +226,7 @@ def cuts_of(program: Program, storage: Mapping[str, Placement]) -> tuple[Cut, ..
                 add(Placement((step.source, step.target)))
         else:
             for _, value in triple.body.args:
-                if isinstance(value, LocalShape | LocalOffset | LocalIndices | LocalBlock):
+                if isinstance(value, LocalShape | LocalSize | LocalOffset | LocalIndices | LocalBlock):
                     add(value.placement)
     return tuple(found)
 

@@ -34,6 +34,7 @@ from hapx.plan import (
     LocalIndices,
     LocalOffset,
     LocalShape,
+    LocalSize,
     Mesh,
     Plan,
     Program,
@@ -81,7 +82,9 @@ def small_plan(repetitions: int = 1) -> Plan:
         pre = (Property(names[i], shard), Property("w", whole))
         instructions.append(Instruction(Triple(i, pre, (Property(names[i + 1], shard),), node.call, (CUT,)), remat=None))
     partial = Placement((PARTIAL,))
-    local = total.replace(scale=(LocalShape((8, 4), shard), LocalOffset(0, shard), LocalIndices((8, 4), shard), LocalBlock(0, shard), Axes((0,))))
+    local = total.replace(scale=(
+            LocalShape((8, 4), shard), LocalSize(8, shard), LocalOffset(0, shard), LocalIndices((8, 4), shard), LocalBlock(0, shard), Axes((0,))
+        ))  # fmt: skip
     instructions.append(Instruction(Triple(len(nodes) - 1, (Property(names[-1], shard),), (Property("loss", partial),), local, (CUT,)), remat=1))
     reduce = Communication(0, PARTIAL, INVARIANT, Form.PADDED, True)
     done = Property("loss", Placement((INVARIANT,)))

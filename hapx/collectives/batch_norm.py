@@ -1,4 +1,4 @@
-"""Batch norm with the statistics of the whole batch, whatever axes split it.
+"""Batch norm with the statistics of the whole batch, whatever axes split it; instance norm, of which only the running statistics are.
 
 In: local samples (N, C, ...), possibly none. Out: local results, Sharded like the input; running statistics updated in place, equally on
 every device. Weight and bias are Replicated: their gradients are local sums, that is Partial.
@@ -11,6 +11,7 @@ h = (x - mean) / sqrt(var + eps), y = w h + b, and, all sums over all devices (I
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,6 +35,36 @@ def batch_norm(
         if running_var is not None:
             running_var.lerp_((var * (n / (n - 1))).to(running_var.dtype), momentum)
     return result
+
+
+def instance_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    use_input_stats: bool, momentum: float, eps: float, batch: Communicator | None,
+) -> Tensor:  # fmt: skip
+    """Arguments as of aten.instance_norm; `batch`: the axes that split the samples. Every sample has its own statistics; the running ones go towards
+    their means over all samples."""
+    if batch is None or not use_input_stats:
+        return torch.instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, False)
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    image = list(range(2, input.dim()))
+    centred = wide - wide.mean(image, keepdim=True)
+    var = centred.square().mean(image, keepdim=True)
+    result = centred * (var + eps).rsqrt()
+    if weight is not None:
+        result = result * _along_channels(weight.to(wide.dtype), input)
+    if bias is not None:
+        result = result + _along_channels(bias.to(wide.dtype), input)
+    with torch.no_grad():
+        size = math.prod(input.shape[2:])
+        means, variances = wide.mean(image).sum(0), var.flatten(1).sum(0) * (size / (size - 1))
+        # float64, so that the number of samples, which travels with the sums, is exact
+        total = batch.all_reduce(torch.cat([means, variances, means.new_tensor([len(input)])]).to(torch.float64))
+        mean, variance = (total[:-1] / total[-1]).chunk(2)
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_(variance.to(running_var.dtype), momentum)
+    return result.to(input.dtype)
 
 
 def _dims(t: Tensor) -> list[int]:

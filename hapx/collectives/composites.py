@@ -1,6 +1,6 @@
 """Composite operators: small local programs, some with communication, where one local operator is not enough.
 
-In: local tensors, and arguments that the builder has resolved (Axes to a Communicator or None, LocalOffset to an int, LocalBlock to a
+In: local tensors, and arguments that the builder has resolved (Axes to a Communicator or None, LocalOffset and LocalSize to an int, LocalBlock to a
 Block, LocalIndices to a tensor or None per dim). Out: local tensors. Invariant: every entry keeps the states it names, forward and,
 through local autograd, in the dual states (Replicated - Partial, Invariant and Sharded with themselves).
 """
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hapx.collectives.batch_norm import batch_norm
+from hapx.collectives.batch_norm import batch_norm, instance_norm
 from hapx.collectives.blocks import gather_shards
 from hapx.collectives.communicator import Communicator
 from hapx.collectives.cross_entropy import cross_entropy
-from hapx.collectives.dropout import attention_dropout, dropout
+from hapx.collectives.dropout import alpha_dropout, attention_dropout, dropout
 from hapx.collectives.indexing import gather, index
 from hapx.collectives.losses import mean_loss, nll_loss
 from hapx.layout import Block
@@ -45,6 +45,12 @@ def mean(self: Tensor, dim: Sequence[int] | None, keepdim: bool, count: int, dty
     # at least float32: the sum overflows half precision where the mean does not
     total = torch.sum(self, list(range(self.dim())) if dim is None else list(dim), keepdim=keepdim, dtype=torch.promote_types(result, torch.float32))
     return (total / count).to(result)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
+    """v / |v| * g, with one norm for each slice along `dim` (-1: one for all of v)."""
+    others = [d for d in range(v.dim()) if d != dim]
+    return v * (g / v.square().sum(others, keepdim=dim != -1).sqrt())
 
 
 class _SufficientFactors(torch.autograd.Function):
@@ -87,6 +93,9 @@ def linear_sfb(
 COMPOSITES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         f"hapx.{function.__name__}": function
-        for function in (embedding, cross_entropy, batch_norm, mean, mean_loss, nll_loss, linear_sfb, dropout, attention_dropout, gather, index)
+        for function in (
+            embedding, gather, index, cross_entropy, nll_loss, mean_loss, batch_norm, instance_norm, mean, linear_sfb, weight_norm, dropout,
+            alpha_dropout, attention_dropout,
+        )
     }
-)
+)  # fmt: skip

@@ -15,18 +15,36 @@ from torch import Tensor
 from hapx.collectives.rng import Rng, keep_mask
 
 Indices = Sequence[Tensor | None]
+ALPHA = 1.7580993408473766  # SELU's scale times its alpha: minus the value at which it saturates
 
 
 def dropout(input: Tensor, p: float, call: int, indices: Indices, shape: Sequence[int], rng: Rng) -> Tensor:
     """`input` with probability 1 - p, times 1 / (1 - p), else 0. Linear in `input`.
 
     call: number of the dropout in the program; indices: per dim, the global indices of the local elements (None: all of them);
-    shape: of the whole tensor."""
+    shape: of the whole tensor, or of its first dims: what lies along the others is kept or dropped together."""
     if p == 0:
         return input.clone()
-    keep = keep_mask(p, call, indices, shape, rng, input.device)
-    kept = input * keep
+    kept = input * _keep(input, p, call, indices, shape, rng)
     return kept if p == 1 else kept * (1 / (1 - p))
+
+
+def alpha_dropout(input: Tensor, p: float, call: int, indices: Indices, shape: Sequence[int], rng: Rng) -> Tensor:
+    """Arguments as of `dropout`. What is dropped becomes -ALPHA, then everything is scaled and shifted so that an input of mean 0 and variance 1
+    keeps both (Klambauer et al. 2017, "Self-normalizing neural networks", section 2); with p = 1 it is 0."""
+    if p == 0:
+        return input.clone()
+    if p == 1:
+        return input * 0
+    keep = _keep(input, p, call, indices, shape, rng)
+    scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
+    shift = torch.where(keep, input.new_tensor(ALPHA * scale * p), input.new_tensor(ALPHA * scale * (p - 1)))
+    return input * keep * scale + shift
+
+
+def _keep(input: Tensor, p: float, call: int, indices: Indices, shape: Sequence[int], rng: Rng) -> Tensor:
+    mask = keep_mask(p, call, indices, shape, rng, input.device)
+    return mask.reshape(*mask.shape, *[1] * (input.dim() - mask.dim()))
 
 
 def attention_dropout(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from hapx.cost.saves import KEPT_INSIDE
-from hapx.ir import DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
+from hapx.ir import CONVOLUTIONS, DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
 
 # outputs share the storage of their operand (reshape: see `is_view`)
 VIEWS = frozenset(
@@ -21,13 +21,12 @@ VIEWS = frozenset(
         "aten.view", "aten.view_as", "aten.reshape", "aten.flatten", "aten.unflatten", "aten.unsqueeze", "aten.squeeze", "aten.expand",
         "aten.expand_as", "aten.transpose", "aten.permute", "aten.t", "aten.mT", "aten.numpy_T", "aten.movedim", "aten.swapaxes", "aten.split",
         "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.slice", "aten.select", "aten.narrow", "aten.diagonal", "aten.broadcast_to",
-        "aten.detach", "aten.alias",
+        "aten.detach", "aten.alias", "aten.unfold",
     }
 )  # fmt: skip
 COPIED_IF_STRIDED = frozenset({"aten.reshape", "aten.flatten", "aten.view_as"})
 STRIDING = frozenset({"aten.transpose", "aten.permute", "aten.t", "aten.expand", "aten.movedim", "aten.swapaxes"})
 CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as"})
-CONVOLUTIONS = frozenset({"aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution"})
 
 # the two factors of a product, by argument name
 FACTORS = {
@@ -36,6 +35,8 @@ FACTORS = {
     **dict.fromkeys(CONVOLUTIONS, ("input", "weight")),
 }  # fmt: skip
 ATTENTION = "aten.scaled_dot_product_attention"
+# operators that draw a mask, and over how many of the first dims (None: all)
+MASKED = {"aten.dropout": None, "aten.alpha_dropout": None, "aten.feature_dropout": 2, "aten.feature_alpha_dropout": 2}
 SPARSE_TABLE = "aten.embedding"
 
 
@@ -69,7 +70,7 @@ def differentiable(graph: Graph, node: Node) -> bool:
 def is_view(graph: Graph, node: Node) -> bool:
     """Whether the outputs share the storage of the first operand: no time, no memory."""
     call = node.call
-    if call.op == "aten.dropout":
+    if call.op in MASKED:
         return not call["train"] or call["p"] == 0
     refs = call.refs()
     if call.op in CASTS:
@@ -119,7 +120,7 @@ def _flops(graph: Graph, node: Node) -> tuple[float, float, float, int]:
     assert left is not None and right is not None
     if call.op in CONVOLUTIONS:
         # every output element sums over one filter; a transposed one spreads every input element over one
-        outer = left if call.get("transposed") else out
+        outer = left if call.get("transposed") or "transpose" in call.op else out
         flops = 2.0 * outer.size * right.size / right.shape[0]
     else:
         flops = 2.0 * out.size * left.shape[-1]
@@ -160,8 +161,8 @@ def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
     call, out = node.call, node.outputs[0]
     if not differentiable(graph, node) or is_view(graph, node):
         return ()
-    if call.op == "aten.dropout":
-        return ((out.name, float(out.size)),)  # the mask
+    if call.op in MASKED:
+        return ((out.name, float(prod(out.shape[: MASKED[call.op]]))),)  # the mask
     if call.op == "aten.cross_entropy_loss":
         logits = tensor(graph, call, "self")
         assert logits is not None
@@ -179,6 +180,9 @@ def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
         scores = out.size / out.shape[-1] * key.shape[-2]
         # the fused kernel keeps the log-sum-exp of every row; with dropout scores, probabilities and mask are kept
         return ((out.name, scores * (2 * DTYPE_BYTES[out.dtype] + 1) if call.get("dropout_p") else 4.0 * out.size / out.shape[-1]),)
-    if call.op.startswith("aten.max_pool"):
+    if call.op in ("aten.group_norm", "aten.instance_norm"):
+        groups = call["num_groups"] if call.op == "aten.group_norm" else out.shape[1]
+        return ((out.name, 8.0 * out.shape[0] * groups),)
+    if call.op.startswith("aten.max_pool") and len(node.outputs) == 1:
         return ((out.name, 8.0 * out.size),)  # indices
     return ()

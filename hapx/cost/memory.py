@@ -34,16 +34,25 @@ UPDATE_PASSES = 4.0
 
 # what an operator needs in backward: operands by argument name, or "out"; for products see `saved`. Everything else: all floating operands.
 NOTHING_SAVED: tuple[str, ...] = ()
+RESAMPLES = (
+    *(f"aten.{name}{n}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
+    "aten.upsample_linear1d", "aten.upsample_bilinear2d", "aten.upsample_bicubic2d", "aten._upsample_bilinear2d_aa", "aten._upsample_bicubic2d_aa",
+    "aten.upsample_trilinear3d", "aten._pad_circular", "aten.pixel_shuffle", "aten.pixel_unshuffle", "aten.channel_shuffle", "aten.im2col",
+    "aten.col2im", "aten.affine_grid_generator", "aten.feature_dropout", "aten.alpha_dropout", "aten.feature_alpha_dropout",
+)  # fmt: skip
 SAVES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {
         **dict.fromkeys(("aten.relu", "aten.sigmoid", "aten.tanh", "aten.exp", "aten.sqrt", "aten.rsqrt", "aten.softmax", "aten.log_softmax",
                          "aten._softmax", "aten._log_softmax", "aten.reciprocal", "aten.hardtanh", "aten.threshold", "aten.elu"), ("out",)),
-        **dict.fromkeys(("aten.layer_norm", "aten.rms_norm", "aten.batch_norm", "aten.group_norm"), ("input",)),
+        **dict.fromkeys(("aten.layer_norm", "aten.rms_norm", "aten.batch_norm", "aten.group_norm", "aten.instance_norm"), ("input",)),
         **dict.fromkeys(("aten.gelu", "aten.silu", "aten.mish", "aten.leaky_relu", "aten.abs", "aten.log"), ("self",)),
         **dict.fromkeys(("aten.add", "aten.sub", "aten.neg", "aten.rsub", "aten.sum", "aten.mean", "aten.clone", "aten.contiguous", "aten.cat",
-                         "aten.stack", "aten.to", "aten._to_copy", "aten.type_as", "aten.dropout", "aten.constant_pad_nd", "aten.pad", "aten.roll",
-                         "aten.flip", "aten.adaptive_avg_pool2d", "aten.positive", "aten.cumsum", "aten.repeat"), NOTHING_SAVED),
-        **dict.fromkeys(("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d", "aten.avg_pool2d"), ("self",)),
+                         "aten.stack", "aten.to", "aten._to_copy", "aten.type_as", "aten.dropout", "aten.constant_pad_nd", "aten.roll",
+                         "aten.flip", "aten.positive", "aten.cumsum", "aten.repeat"), NOTHING_SAVED),
+        **dict.fromkeys((f"aten.{name}{n}d" for name in ("max_pool", "avg_pool", "reflection_pad", "replication_pad") for n in (1, 2, 3)), ("self",)),
+        **dict.fromkeys((f"aten.{name}" for n in (1, 2, 3) for name in (f"max_pool{n}d_with_indices", f"adaptive_max_pool{n}d")), ("self", "out1")),
+        **dict.fromkeys((f"aten.max_unpool{n}d" for n in (2, 3)), ("indices",)),
+        **dict.fromkeys(RESAMPLES, NOTHING_SAVED),
         "aten.embedding": ("indices",), "aten.index_select": ("index",), "aten.gather": ("index",), "aten.masked_fill": ("mask",),
         "aten.where": ("condition",), "aten.cross_entropy_loss": ("target",), ATTENTION: ("query", "key", "value", "attn_mask", "out"),
         **SAVES_OF_SMALL,
@@ -84,6 +93,10 @@ def saved(node: Node, graph: Graph) -> tuple[str, ...]:
         if divisor is None:
             return ()
         return (refs[0].name, divisor.name) if divisor.requires_grad else (divisor.name,)
+    if call.op == "aten.pad":
+        return (refs[0].name,) if call["mode"] in ("reflect", "replicate") else ()
+    if call.op.startswith("aten.adaptive_avg_pool"):
+        return (refs[0].name,) if set(call["output_size"]) != {1} else ()  # to one pixel, it is a mean
     if (keeps := SAVES.get(call.target, SAVES.get(call.op))) is not None:
         outputs = {"out": node.outputs[0].name, "out1": node.outputs[-1].name}
         return tuple(name for kept in keeps for name in ([outputs[kept]] if kept in outputs else [r.name for r in iter_refs(call.get(kept))]))

@@ -217,6 +217,8 @@ class CostModel:
             self._all_reduce(found, "forward", _axes(body, "batch"), channels)
             if node.outputs[0].requires_grad:
                 self._all_reduce(found, "backward", _axes(body, "batch"), 2 * channels)
+        elif body.target == "hapx.instance_norm":  # means and variances of the running statistics
+            self._all_reduce(found, "forward", _axes(body, "batch"), 16.0 * self.graph.refs[node.call["input"].name].shape[1])
         return found
 
     def _all_reduce(self, found: list[CommunicationCost], direction: Direction, axes: tuple[int, ...], size: float) -> None:
@@ -259,10 +261,13 @@ class CostModel:
             found[:0] = self._priced_step(ref, step, before, after)
             makes |= forward_collective(step.source, step.target) is not None
             after = before
-        free = any(step.free for step in path)
-        keeps = self.mode == "train" and makes and not free and ref.name in self._kept and not _partial(target)
-        held = maximum([self._part(target, float(ref.bytes), bound=True)]) if keeps else None
+        held = self.held(ref, target) if makes and not any(step.free for step in path) else None
         return StepCost(None, None, tuple(found), held) if found or held is not None else FREE
+
+    def held(self, ref: TensorRef, target: Placement) -> Term | None:
+        """Bytes that stay allocated until backward where communication makes a tensor in `target`."""
+        keeps = self.mode == "train" and ref.name in self._kept and not _partial(target)
+        return maximum([self._part(target, float(ref.bytes), bound=True)]) if keeps else None
 
     def _priced_step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
         """`_step`, once for all that cost the same: of the other axes only how they cut matters."""

@@ -291,6 +291,8 @@ def _explain(error: BaseException, model: str) -> CaptureError:
     first = text.split("\n")[0]
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in text or "DynamicOutputShape" in kind or "Unbacked" in text:
+        if any(frame.f_code.co_filename.endswith("batchnorm.py") for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return CaptureError("batch norm with momentum=None reads how often it ran", where=where or model, hint="give it a momentum, such as 0.1")
         return CaptureError(
             "the computation depends on the values of a tensor",
             where=where or model,

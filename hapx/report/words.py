@@ -1,8 +1,8 @@
 """Plain words for placements, lengths, collectives and numbers.
 
 In: what a plan holds. Out: short text such as "batch split 5:5:1:1", "heads split evenly", "whole", "partial sums". Invariant: ASCII only.
-A dim is named after the class of dims that it goes together with (`hapx.theory.grains`): batch, heads, vocabulary, sequence where inputs, attention
-and embeddings say so; else outputs and inputs of a weight, features or "dim 1" of an activation.
+A dim is named after the class of dims that it goes together with (`hapx.theory.grains`): batch, heads, vocabulary, sequence, channels, height where
+inputs, attention, embeddings and convolutions say so; else outputs and inputs of a weight, features or "dim 1" of an activation.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from hapx.ir import Graph, Kind, TensorRef
+from hapx.ir import CONVOLUTIONS, Graph, Kind, TensorRef
 from hapx.layout import Lengths, local_shape
 from hapx.plan import Mesh, Plan
 from hapx.states import REPLICATED, Invariant, Partial, Placement, Replicated, Sharded
 from hapx.theory.grains import Grains, find_grains
 from hapx.theory.registry import Site
+
+# dims of an image behind its channels, by their number
+IMAGE: Mapping[int, tuple[str, ...]] = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 
 
 def size_text(number: float) -> str:
@@ -113,10 +116,12 @@ class Vocabulary:
     def dim(self, ref: TensorRef, state: Sharded) -> str:
         """What the split dim is."""
         name = self._names.get(self._grains.classes.get((ref.name, Site(state.dim, state.outer)), -1))
-        if name is not None:
+        if name is not None and not (name == "channels" and ref.kind is Kind.PARAMETER):
             return name
         if ref.kind is Kind.PARAMETER:
             sides = ("output channels", "input channels") if len(ref.shape) > 2 else ("outputs", "inputs")
+            if any("conv_transpose" in self.graph.nodes[i].call.op for i in self.graph.consumers[ref.name]):
+                sides = (sides[1], sides[0])
             return sides[state.dim] if state.dim < 2 else f"dim {state.dim}"
         return "features" if state.dim == len(ref.shape) - 1 else f"dim {state.dim}"
 
@@ -135,11 +140,14 @@ class Vocabulary:
                 found += [
                     (what, r.name, dim) for r in (*operands[:3], *node.outputs) if len(r.shape) == 4 for what, dim in (("heads", 1), ("sequence", 2))
                 ]
+            elif node.call.op in CONVOLUTIONS:
+                image = ("channels", *IMAGE[len(operands[1].shape) - 2])
+                found += [(what, r.name, len(r.shape) - len(image) + i) for r in (operands[0], *node.outputs) for i, what in enumerate(image)]
             elif node.call.op == "aten.embedding":
                 found.append(("vocabulary", operands[0].name, 0))
             elif node.call.op == "aten.cross_entropy_loss":
                 found.append(("vocabulary", operands[0].name, 1 if len(operands[0].shape) > 1 else 0))
-        order = ("batch", "heads", "vocabulary", "sequence")
+        order = ("batch", "heads", "vocabulary", "sequence", "channels", *IMAGE[3], *IMAGE[1])
         names: dict[int, str] = {}
         for what, name, dim in sorted(found, key=lambda f: order.index(f[0])):
             if (name, Site(dim)) in classes:

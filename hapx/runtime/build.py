@@ -26,17 +26,15 @@ from hapx.collectives.composites import COMPOSITES
 from hapx.collectives.conversion import Conversion
 from hapx.collectives.rng import Rng
 from hapx.errors import PlanError
-from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef, TorchConst, Value
+from hapx.ir import CONVOLUTIONS, Graph, Kind, OpCall, Ref, TensorRef, TorchConst, Value
 from hapx.layout import local_offset
-from hapx.plan import Axes, Communication, Instruction, LocalBlock, LocalIndices, LocalOffset, LocalShape, Plan, ProgramKey, Triple
-from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example
+from hapx.plan import Axes, Communication, Instruction, LocalBlock, LocalIndices, LocalOffset, LocalShape, LocalSize, Plan, ProgramKey, Triple
+from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example, kept_operands
 from hapx.runtime.gradients import BUCKET_BYTES, Key, Layout, Pass, Use, bucket_layout
 from hapx.runtime.local import Communicators, Position
 from hapx.runtime.names import Names, identifier
 from hapx.states import Invariant, Placement, Property, Replicated
 from hapx.transposes import TRANSPOSES
-
-CONVOLUTIONS = frozenset({"aten.conv1d", "aten.conv2d", "aten.conv3d"})
 
 
 class Synchronise(nn.Module):
@@ -295,10 +293,23 @@ class _Builder:
             if accepts(function, *_fill_all(args, kwargs, examples), shapes):
                 return None
             described = [(s, getattr(torch, r.dtype), r.requires_grad) for s, r in zip(shapes, outputs, strict=True)]
-            return EmptyCall(call.target, described, listed, saves=call.op in CONVOLUTIONS)
+            return EmptyCall(call.target, described, listed, self._kept(triple.node))
         if call.op in CONVOLUTIONS and 0 in local[1]:  # input, weight, bias
             return EmptyConvolution(call.target, shapes[0])
         return None
+
+    def _kept(self, index: int) -> tuple[int, ...]:
+        """Which operands a node keeps for backward on devices where it has elements."""
+        node = self.graph.nodes[index]
+        function = find_operator(node.call.target)
+        args, kwargs = self._arguments(function, node.call)
+        described = [(r.shape, getattr(torch, r.dtype), r.requires_grad) for r in (self.graph.refs[n] for n in node.call.refs())]
+
+        def call(*operands: Tensor) -> Any:
+            filled, named = _fill_all(args, kwargs, operands)
+            return under_autocast(*self.autocast[index], function, *filled, **named) if index in self.autocast else function(*filled, **named)
+
+        return kept_operands(call, described, self.device)
 
     def _arguments(self, function: torch._ops.OpOverload, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional arguments up to the last one that is not a default, and keyword arguments; Refs in the places of operands."""
@@ -325,6 +336,8 @@ class _Builder:
             return self.rng
         if isinstance(value, LocalShape):
             return list(self.position.shape(value.shape, value.placement))
+        if isinstance(value, LocalSize):
+            return self.position.shape((value.size,), value.placement)[0]
         if isinstance(value, LocalOffset):
             return local_offset(value.dim, value.placement, sizes, lengths, mine)
         if isinstance(value, LocalIndices):

@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+Description = tuple[tuple[int, ...], torch.dtype, bool]  # of a tensor: shape, dtype, whether it requires a gradient
 
 
 def example(shape: Sequence[int], dtype: torch.dtype, grad: bool, device: torch.device) -> Tensor:
@@ -34,11 +38,27 @@ def accepts(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     return [tuple(t.shape) for t in outputs] == [tuple(s) for s in shapes]
 
 
+def kept_operands(function: Callable[..., Any], operands: Sequence[Description], device: torch.device) -> tuple[int, ...]:
+    """Positions of the operands that a call keeps for backward, itself or as a view; seen by running it on tensors without values."""
+    kept: list[Tensor] = []
+
+    def note(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with FakeTensorMode(), saved_tensors_hooks(note, lambda t: t):
+        leaves = [torch.empty(shape, dtype=dtype, device=device, requires_grad=grad) for shape, dtype, grad in operands]
+        results = function(*leaves)
+        storages = {t.untyped_storage()._cdata for t in kept}
+        found = tuple(i for i, x in enumerate(leaves) if x.untyped_storage()._cdata in storages)
+        del results
+    return found
+
+
 class _Nothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: EmptyCall, *operands: Tensor) -> tuple[Tensor, ...]:
-        if call.saves:
-            ctx.save_for_backward(*operands[:2])
+        ctx.save_for_backward(*(operands[i] for i in call.saves))
         ctx.shapes = [(x.shape, x.dtype, x.device) if x.is_floating_point() else None for x in operands]
         device = operands[0].device
         outputs = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, _ in call.outputs)
@@ -58,12 +78,12 @@ class EmptyCall(nn.Module):
     """Stands for a call of `target` that computes nothing on this device.
 
     Args:
-        outputs: (local shape, dtype, whether a cotangent flows back) of each.
+        outputs: of each, the local shape, the dtype and whether a cotangent flows back.
         listed: whether the operator returns a tuple or list.
-        saves: whether the operator keeps its first two operands for backward.
+        saves: positions of the operands that the operator keeps for backward elsewhere.
     """
 
-    def __init__(self, target: str, outputs: Sequence[tuple[tuple[int, ...], torch.dtype, bool]], listed: bool, saves: bool = False):
+    def __init__(self, target: str, outputs: Sequence[Description], listed: bool, saves: tuple[int, ...] = ()):
         super().__init__()
         self.target, self.outputs, self.listed, self.saves = target, tuple(outputs), listed, saves
 
@@ -84,7 +104,7 @@ class EmptyConvolution(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         zeros: Tensor = EmptyCall(self.target, [(self.shape, x.dtype, x.requires_grad or weight.requires_grad)], False)(x, weight)
-        return zeros if bias is None else zeros + bias.reshape(-1, *[1] * (len(self.shape) - 2))
+        return zeros if bias is None else zeros + bias.reshape(-1, *[1] * (weight.dim() - 2))
 
     def extra_repr(self) -> str:
         return f"{self.target} over no channels: {list(self.shape)}"

@@ -16,11 +16,16 @@ vectors this contains the bound max_j (pending_j + sum over the rest of the leas
 A parameter that is used again later (a tied embedding) would be free there in this relaxation. So there is one such table per *context*: the masks of
 the stored parameters that are live, each priced at its next use.
 
+Where steps repeat themselves (equal layers), the tables of one repetition differ from those of the next by a constant after a few of them, or nearly.
+A table that is larger by a constant at least makes the tables of all steps before larger by it at least: from there on tables are taken over, and
+only the constants are summed up.
+
 Invariant: never more than the true cost of the rest.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import permutations
 from operator import add
@@ -31,13 +36,17 @@ import numpy.typing as npt
 
 from hapx.synth.effect import Effect, Vector
 from hapx.synth.moves import Moves
+from hapx.synth.periods import periods
 from hapx.synth.problem import Problem, Step, StepClass
 from hapx.synth.tables import TensorTable, bits
+from hapx.transposes import forward_collective
 
-DEEPEST = 60  # levels that a context is followed back at most
+LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
+DEEPEST = 8  # levels that a context is followed back at most
 Array = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 Rows = dict[str, Array]
+Names = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +67,11 @@ class Use(NamedTuple):
 
 
 class Context(NamedTuple):
-    """`rows` from level `bottom` on; below, the general table and `more` (per weight)."""
+    """`rows` + `offset` from level `bottom` on; below, the general table and `more` (per weight)."""
 
     bottom: int
     rows: list[Rows]
+    offset: Array
     more: Array
 
 
@@ -75,9 +85,12 @@ class Bound:
         self._converted: dict[int, Array] = {}
         self._classes: dict[tuple[int, tuple[bool, ...]], Weighted] = {}
         self._after: dict[int, Numbers] = {}
+        # the table before level k is _base[k] + _offsets[k]
         self._base: list[Rows] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
-        for level in range(len(problem.steps) - 1, -1, -1):
-            self._step(level, self._base[level], self._base[level + 1], [])
+        self._offsets: list[Array] = [np.zeros(len(self.weights))] * (len(problem.steps) + 1)
+        self._lives()
+        self._tabulate()
+        self._parts: dict[tuple[int, int, int, int], Vector] = {}
         self._contexts: dict[tuple[Use, ...], Context] = {}
         self._at: list[dict[int, Vector]] = [{} for _ in range(len(problem.steps) + 1)]
         self._bounds: dict[tuple[int, int], list[int]] = {}
@@ -100,13 +113,28 @@ class Bound:
     def _rest(self, level: int, place: int) -> Vector:
         if level == len(self.problem.steps):
             return self.none
-        context = self._context(level, place)
-        more, rows = (context.more, self._base[level]) if level < context.bottom else (0.0, context.rows[level - context.bottom])
-        best = rows[""][0]
-        for name, table, shift in self.problem.steps[level].live:
-            if not table.stored:
-                best = np.maximum(best, rows[name][self._bounding(table, place >> shift & table.full)].max(axis=0))
-        return tuple((best + more).tolist())
+        stored, others = self._live[level]
+        context = self._context(tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in stored]))
+        found = [self._part(level, context, -1, 0)]
+        for i, (shift, full) in enumerate(others):
+            found.append(self._part(level, context, i, place >> shift & full))
+        return found[0] if len(found) == 1 else tuple(map(max, *found))
+
+    def _part(self, level: int, context: Context, value: int, mask: int) -> Vector:
+        """The bound that one live value gives (-1: none of them)."""
+        key = level, id(context), value, mask
+        if key not in self._parts:
+            if level < context.bottom:
+                more, rows = context.more + self._offsets[level], self._base[level]
+            else:
+                more, rows = context.offset, context.rows[level - context.bottom]
+            if value < 0:
+                best = rows[""][0]
+            else:
+                name, table = self._tracked[level][value]
+                best = rows[name][self._bounding(table, mask)].max(axis=0)
+            self._parts[key] = tuple((best + more).tolist())
+        return self._parts[key]
 
     def _bounding(self, table: TensorTable, mask: int) -> list[int]:
         """Placements from which all of `mask` is free (any of them bounds it), and "anywhere"."""
@@ -115,18 +143,25 @@ class Bound:
             self._bounds[key] = [i for i in range(len(table.placements)) if table.closure(i) & mask == mask] + [len(table.placements)]
         return self._bounds[key]
 
-    def _context(self, level: int, place: int) -> Context:
+    def _context(self, uses: tuple[Use, ...]) -> Context:
         """The table that knows the placements of the parameters that are live."""
-        steps = self.problem.steps
-        uses = []
-        for name, table, shift in steps[level].live:
-            if table.stored:
-                at = next(k for k in range(level, len(steps)) if name in steps[k].tensors)
-                uses.append(Use(at, steps[at].tensors.index(name), place >> shift & table.full))
-        known = tuple(uses)
-        if known not in self._contexts:
-            self._contexts[known] = self._contextual(known)
-        return self._contexts[known]
+        if uses not in self._contexts:
+            self._contexts[uses] = self._contextual(uses)
+        return self._contexts[uses]
+
+    def _lives(self) -> None:
+        """Per level, of the parameters that are live the next use (level, slot) and their bits, and of the other values their bits."""
+        self._live: list[tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]] = []
+        self._tracked: list[list[tuple[str, TensorTable]]] = []
+        following: dict[str, tuple[int, int]] = {}
+        for level in range(len(self.problem.steps) - 1, -1, -1):
+            step = self.problem.steps[level]
+            following |= {name: (level, slot) for slot, name in enumerate(step.tensors)}
+            stored = [(*following[n], shift, t.full) for n, t, shift in step.live if t.stored]
+            self._live.append((stored, [(shift, t.full) for _, t, shift in step.live if not t.stored]))
+            self._tracked.append([(n, t) for n, t, _ in step.live if not t.stored])
+        self._live.reverse()
+        self._tracked.reverse()
 
     # -- the dynamic program -----------------------------------------------------------------------------------------------------------------------
 
@@ -134,7 +169,7 @@ class Bound:
         """From the last use backward. What the context adds soon is the same everywhere: from there on the least that it adds is a bound,
         because adding a constant to a table adds it to the table one step before."""
         if not uses:
-            return Context(0, self._base, np.zeros(len(self.weights)))
+            return Context(len(self._base), [], self._offsets[-1], self._offsets[-1])
         top, bottom = max(u.level for u in uses), min(u.level for u in uses)
         rows: list[Rows] = []
         level = top
@@ -144,19 +179,56 @@ class Bound:
             rows.append(mine)
             with np.errstate(invalid="ignore"):  # inf - inf: a placement from which nothing leads on adds nothing
                 added = np.concatenate([np.where(np.isfinite(b), mine[n] - b, np.inf) for n, b in self._base[level].items()])
+            added += self._offsets[top + 1] - self._offsets[level]
             more = added.min(axis=0)
             more = np.where(np.isfinite(more), more, 0.0)
             finite = np.where(np.isfinite(added), added, more)
             even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + self._base[level][""].max())).all())
             if level == 0 or (level <= bottom and even) or top - level >= DEEPEST:
-                return Context(level, rows[::-1], more if level <= bottom else np.zeros(len(self.weights)))
+                return Context(level, rows[::-1], self._offsets[top + 1], more if level <= bottom else np.zeros(len(self.weights)))
             level -= 1
+
+    def _tabulate(self) -> None:
+        """The general tables, from the last step backward."""
+        steps = self.problem.steps
+        repetition = _Repetition(steps)
+        same: Names | None = None  # names one period later, where the tables after this step are those of one period later plus `delta`
+        delta = self._offsets[-1]
+        for level in range(len(steps) - 1, -1, -1):
+            later = level + repetition.period[level]
+            names = repetition.names(level)
+            if names is not None and same is not None and repetition.continues(level, names, same) and self._first(level) == self._first(later):
+                self._base[level] = {n: self._base[later][names.get(n, "")] for n in ("", *(n for n, t, _ in steps[level].live if not t.stored))}
+                self._offsets[level] = self._offsets[later] + delta
+                same = names
+                continue
+            self._step(level, self._base[level], self._base[level + 1], [])
+            self._offsets[level] = self._offsets[level + 1]
+            found = self._constant(level, later, names) if names is not None else None
+            same, delta = (names, found) if found is not None else (None, delta)
+
+    def _constant(self, level: int, later: int, names: Names) -> Array | None:
+        """What is added to the table of `later` to have that of `level`, None if it is not (nearly) one number per weight: the least, so that the
+        bound stays one."""
+        mine, other = self._base[level], self._base[later]
+        left, right = (np.concatenate(rows) for rows in zip(*((r, other[names.get(n, "")]) for n, r in mine.items()), strict=True))
+        finite = np.isfinite(left)
+        if not (finite == np.isfinite(right)).all():
+            return None
+        with np.errstate(invalid="ignore"):
+            added = np.where(finite, left - right + (self._offsets[level] - self._offsets[later]), np.nan)
+        least: Array = np.nanmin(added, axis=0)
+        return least if (np.nanmax(added, axis=0) - least <= LOSS * np.abs(least) + 1e-13 * (left[0] + self._offsets[level])).all() else None
+
+    def _first(self, level: int) -> tuple[bool, ...]:
+        """Per slot, whether it is a parameter used for the first time."""
+        step = self.problem.steps[level]
+        known = {n for n, _, _ in step.live}
+        return tuple(bool(s.table.stored) and s.fixed is None and n not in known for n, s in zip(step.tensors, step.kind.slots, strict=True))
 
     def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use]) -> None:
         step = self.problem.steps[level]
-        known = {n for n, _, _ in step.live}
-        first = tuple(bool(s.table.stored) and s.fixed is None and n not in known for n, s in zip(step.tensors, step.kind.slots, strict=True))
-        weighted = self._weighted(step.kind, first)
+        weighted = self._weighted(step.kind, self._first(level))
         for use in uses:
             table = step.kind.slots[use.slot].table
             inside = list(bits(use.mask))
@@ -259,5 +331,52 @@ class Bound:
                 cost += np.where((at >= 0)[..., None] & (after >= 0)[..., None], edge[a][at, after], np.inf)
                 at = after
             best = np.minimum(best, cost)
-        self._directs[id(table)] = best
-        return best
+        self._directs[id(table)] = best + self._held(table) if self.moves.prices is not None else best
+        return self._directs[id(table)]
+
+    def _held(self, table: TensorTable) -> Array:
+        """The price of what a conversion between two placements leaves in memory (a gathered parameter may be freed)."""
+        states = [p.states for p in table.all_placements]
+        prices = np.zeros((len(states), len(states), 1))
+        if not table.parameter:
+            of_target = [self.moves.price(table.held(q)) for q in table.all_placements]
+            for p, source in enumerate(states):
+                for q, target in enumerate(states):
+                    if any(s != t and forward_collective(s, t) is not None for s, t in zip(source, target, strict=True)):
+                        prices[p, q] = of_target[q]
+        return prices
+
+
+class _Repetition:
+    """What of a sequence of steps is what, one period later."""
+
+    def __init__(self, steps: tuple[Step, ...]):
+        self.steps = steps
+        self.period = periods([id(s.kind) for s in steps])
+        self.uses: dict[str, list[int]] = {}
+        for k, step in enumerate(steps):
+            for name in step.tensors:
+                self.uses.setdefault(name, []).append(k)
+
+    def names(self, level: int) -> Names | None:
+        """For every value that is live before `level`, the one that is used alike one period later; None if they are not alike."""
+        period = self.period[level]
+        if not period:
+            return None
+        there = {n: t for n, t, _ in self.steps[level + period].live}
+        found = {name: other for name, table, _ in self.steps[level].live if there.get(other := self._later(name, level, period)) is table}
+        return found if len(found) == len(self.steps[level].live) == len(there) == len(set(found.values())) else None
+
+    def continues(self, level: int, names: Names, after: Names) -> bool:
+        """Whether the step does with `names` what the step one period later does, given the names after it."""
+        step, other = self.steps[level], self.steps[level + self.period[level]]
+        made = zip(step.outputs, step.kind.results, other.outputs, strict=True)
+        return all(after.get(n) == o for n, result, o in made if result.live) and all(names.get(n, o) == o for n, o in after.items() if n in names)
+
+    def _later(self, name: str, level: int, period: int) -> str:
+        """What stands for `name` one period later: by its next use, or itself where that use is not repeated."""
+        uses = self.uses[name]
+        k = uses[bisect_left(uses, level)]
+        if k + period >= len(self.steps) or self.steps[k].kind is not self.steps[k + period].kind:
+            return name
+        return self.steps[k + period].tensors[self.steps[k].tensors.index(name)]

@@ -23,9 +23,9 @@ from hapx.collectives.communicator import Communicator
 from hapx.collectives.composites import COMPOSITES
 from hapx.collectives.rng import Rng
 from hapx.collectives.threads import ThreadCommunicator, run_threads
-from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef, TorchConst
+from hapx.ir import CONVOLUTIONS, Graph, Kind, Node, OpCall, Output, Ref, TensorRef, TorchConst
 from hapx.layout import block, local_indices, local_offset, local_shape
-from hapx.plan import Axes, Axis, LocalBlock, LocalIndices, LocalOffset, LocalShape, Mesh
+from hapx.plan import Axes, Axis, LocalBlock, LocalIndices, LocalOffset, LocalShape, LocalSize, Mesh
 from hapx.states import REPLICATED, Partial, Placement, Sharded, dual
 from hapx.theory.registry import LocalCall, lookup
 from hapx.theory.samples import Draw, Sample, Values
@@ -34,7 +34,6 @@ from hapx.theory.settings import Dealt, Setting
 Communicators = Mapping[tuple[int, ...], Communicator]
 Locals = list[Tensor]  # one local tensor per device of the mesh
 SEED = 5  # of the masks of random operators
-CONVOLUTIONS = frozenset({"aten.conv1d", "aten.conv2d", "aten.conv3d"})
 
 
 # --- the call on one device --------------------------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ def truth(sample: Sample, seed: int = 0) -> Truth:
     call = complete(sample.call)
     names = call.refs()
     leaves = [drawn[n].clone().requires_grad_(draws[n].requires_grad) for n in names]
-    refs = {n: TensorRef(n, d.shape, d.dtype, Kind.INPUT, d.requires_grad) for n, d in sample.draws}
+    refs = {n: TensorRef(n, d.shape, d.dtype, Kind.BUFFER if d.mutated else Kind.INPUT, d.requires_grad, d.mutated) for n, d in sample.draws}
     alone = Setting(Mesh("alone", (Axis("d", 1, "devices"),), (0,), 0), Dealt(1, None, 1))
     whole = Placement((REPLICATED,))
 
@@ -201,6 +200,8 @@ def _resolve(name: str, value: Any, operands: Iterator[Tensor], setting: Setting
             return getattr(torch, const)
         case LocalShape(shape=shape, placement=placement):
             return list(local_shape(shape, placement, sizes, lengths, at))
+        case LocalSize(size=size, placement=placement):
+            return local_shape((size,), placement, sizes, lengths, at)[0]
         case LocalOffset(dim=dim, placement=placement):
             return local_offset(dim, placement, sizes, lengths, at)
         case LocalBlock(axis=axis, placement=placement):
@@ -305,7 +306,7 @@ def run_device(
         shape = local_shape(truth.outputs[0].shape, post[0], setting.mesh.sizes, setting.lengths, at)
         outputs: tuple[Tensor, ...] = (torch.zeros(shape, dtype=leaves[0].dtype) + sum(x.sum() * 0 for x in leaves[:2]),)
         if len(leaves) > 2:
-            outputs = (outputs[0] + leaves[2].reshape(-1, *[1] * (len(shape) - 2)),)
+            outputs = (outputs[0] + leaves[2].reshape(-1, *[1] * (leaves[1].dim() - 2)),)
     else:
         outputs = _call(body, [x.view_as(x) if x.requires_grad else x for x in leaves], setting, at, communicators)
     ready = [c if c is None or c.shape == o.shape else None for c, o in zip(cotangents, outputs, strict=True)]
@@ -362,7 +363,7 @@ def _differences(truth: Truth, runs: Sequence[Run], pre: Sequence[Placement], po
         if not ref.requires_grad and not torch.equal(truth.operands[i], truth.changed[i]):
             if not in_placement([r.changed[i] for r in runs], placement, truth.changed[i], setting, truth.tolerance):
                 yield f"{ref.name} is not changed as on one device"
-            elif any(isinstance(s, Sharded | Partial) for s in placement.states):
+            elif not ref.mutated and any(isinstance(s, Sharded | Partial) for s in placement.states):
                 yield f"{ref.name} is changed in a copy that is thrown away"
 
 

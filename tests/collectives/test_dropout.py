@@ -168,3 +168,42 @@ def test_attention_dropout_drops_weights():
     assert torch.equal(weights != 0, kept)
     plain = F.scaled_dot_product_attention(q, k, v)
     assert torch.allclose(weights, plain * kept * 2, rtol=1e-12)
+
+
+# --- of channels, and of self-normalising networks ---------------------------------------------------------------------------
+
+
+def test_channels_are_dropped_whole():
+    x = torch.rand(8, 16, 3, 5, dtype=torch.float64) + 1
+    y = dropout(x, 0.4, 0, (None, None), (8, 16), Rng(1))
+    kept = (y != 0).flatten(2)
+    assert torch.equal(kept.all(2), kept.any(2)) and 0 < int(kept.any(2).sum()) < 128
+    assert torch.allclose(y[y != 0], (x / 0.6)[y != 0])
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_alpha_dropout_is_torchs_but_for_the_mask(features):
+    x = torch.randn(64, 32, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shape = x.shape[:2] if features else x.shape
+    y = COMPOSITES["hapx.alpha_dropout"](x, 0.3, 0, (None,) * len(shape), shape, Rng(3))
+    reference = F.feature_alpha_dropout(x, 0.3, True) if features else F.alpha_dropout(x, 0.3, True)
+    dropped, scale = _constants(reference, x)
+    assert _constants(y, x) == pytest.approx((dropped, scale), rel=1e-12)
+    assert abs(float(y.mean())) < 0.1 and abs(float(y.var()) - 1) < 0.1
+
+
+def _constants(y: torch.Tensor, x: torch.Tensor) -> tuple[float, float]:
+    """(value of what is dropped, slope of what is kept) of y = slope x + shift or a constant."""
+    values, counts = y.flatten().unique(return_counts=True)
+    constant = values[counts.argmax()]
+    rows = (y != constant).nonzero()[:2]
+    (a, b) = (tuple(r) for r in rows.tolist())
+    return float(constant), float((y[a] - y[b]) / (x[a] - x[b]))
+
+
+def test_alpha_dropout_of_everything_and_of_nothing():
+    x = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+    alpha = COMPOSITES["hapx.alpha_dropout"]
+    assert torch.equal(alpha(x, 0, 0, (None, None), (4, 3), Rng(0)), x)
+    gone = alpha(x, 1, 0, (None, None), (4, 3), Rng(0))
+    assert torch.equal(gone, torch.zeros(4, 3, dtype=torch.float64)) and torch.equal(F.alpha_dropout(x, 1, True), gone)

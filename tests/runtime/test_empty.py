@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hapx.runtime.build import find_operator
-from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example
+from hapx.runtime.build import find_operator, under_autocast
+from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example, kept_operands
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def test_kernels_are_tried(target: str, operands: list[tuple[int, ...]], rest: t
 
 
 def test_empty_call_has_gradients_of_zeros() -> None:
-    call = EmptyCall("aten.conv2d.default", [((2, 0, 6, 6), torch.float64, True)], listed=False, saves=True)
+    call = EmptyCall("aten.conv2d.default", [((2, 0, 6, 6), torch.float64, True)], listed=False, saves=(0, 1))
     x, w = torch.randn(2, 3, 8, 8, dtype=torch.float64, requires_grad=True), torch.zeros(0, 3, 3, 3, dtype=torch.float64, requires_grad=True)
     y = call(x, w)
     assert y.shape == (2, 0, 6, 6)
@@ -62,3 +62,28 @@ def test_convolution_over_no_channels_is_the_bias() -> None:
     assert bias.grad is not None
     assert bias.grad.tolist() == [72.0] * 4
     assert torch.equal(conv(x, w), torch.zeros(2, 4, 6, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "target, operands, rest, kept",
+    [
+        ("aten.conv2d.default", [(2, 3, 8, 8), (4, 3, 3, 3), (4,)], (), (0, 1)),
+        ("aten.conv_transpose2d.input", [(2, 4, 8, 8), (4, 3, 3, 3), (3,)], (), (0, 1)),
+        ("aten.group_norm.default", [(2, 4, 3, 3)], (2,), (0,)),
+        ("aten.max_pool2d.default", [(2, 4, 8, 8)], ([2, 2],), (0,)),
+        ("aten.reshape.default", [(2, 4)], ([8],), ()),
+        ("aten.add.Tensor", [(2, 4), (4,)], (), ()),
+    ],
+)
+def test_what_a_call_keeps_is_seen_without_values(
+    target: str, operands: list[tuple[int, ...]], rest: tuple[object, ...], kept: tuple[int, ...]
+) -> None:
+    described = [(s, torch.float32, True) for s in operands]
+    assert kept_operands(lambda *xs: find_operator(target)(*xs, *rest), described, CPU) == kept
+
+
+def test_under_autocast_a_cast_copy_is_kept_instead() -> None:
+    def convolution(*operands: torch.Tensor) -> torch.Tensor:
+        return under_autocast("cpu", torch.bfloat16, find_operator("aten.conv2d.default"), *operands)
+
+    assert kept_operands(convolution, [((2, 3, 8, 8), torch.float32, True), ((4, 3, 3, 3), torch.float32, True)], CPU) == ()

@@ -201,6 +201,9 @@ def flops(graph: Graph, node: Node) -> int:
     if call.op in ("aten.conv1d", "aten.conv2d", "aten.conv3d"):
         weight = graph.refs[call.refs()[1]]
         return 2 * out * weight.size // weight.shape[0]
+    if call.op.startswith("aten.conv_transpose"):
+        weight = graph.refs[call.refs()[1]]
+        return 2 * graph.refs[call.refs()[0]].size * weight.size // weight.shape[0]
     if call.op == "aten.scaled_dot_product_attention":
         return 4 * out * shapes[1][-2]
     return out

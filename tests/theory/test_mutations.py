@@ -83,6 +83,11 @@ MUTATIONS: dict[str, Mutation] = {
     "ids of other devices": ("aten.embedding", plain),
     "offset zero": ("aten.embedding", no_offset),
     "batch norm with local statistics": ("aten.batch_norm", plain),
+    "running statistics of local samples": ("aten.instance_norm", plain),
+    "as many groups on every device": ("aten.conv2d.default", plain),
+    "groups of a norm cut anywhere": ("aten.group_norm", signed("input: b c w, weight: c, bias: c -> b c w")),
+    "positions in a part of the image": ("aten.max_pool2d_with_indices", also(Rule((Site(2),), (Site(2), Site(2))))),
+    "channels shuffled in one piece": ("aten.channel_shuffle", also(Rule((Site(1),), (Site(1),)))),
     "softmax over a split dim": ("aten.softmax.int", signed("self: a b c -> a b c")),
     "layer norm over split columns": ("aten.layer_norm", signed("input: * n, weight: n, bias: n -> * n")),
     "layer norm with a Partial bias alone": ("aten.layer_norm", also(Rule((REPLICATED, REPLICATED, PARTIAL), (PARTIAL,)))),
@@ -99,7 +104,7 @@ MUTATIONS: dict[str, Mutation] = {
 
 
 # operators whose first sample does not show what is planted
-ALL_SAMPLES = frozenset({"aten.to.dtype"})
+ALL_SAMPLES = frozenset({"aten.to.dtype", "aten.conv2d.default"})
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -2,21 +2,26 @@
 
 from hapx.theory.ops import (
     advanced_indexing,
+    convolution,
     creation,
     diagonals,
+    dropout,
     indexing,
     linalg,
     losses,
+    normalization,
     pointwise,
+    pooling,
     reductions,
     repeats,
+    resampling,
     scans,
     statistics,
     vectors,
     views,
-)
+)  # fmt: skip
 
 __all__ = [
-    "advanced_indexing", "creation", "diagonals", "indexing", "linalg", "losses", "pointwise", "reductions", "repeats", "scans", "statistics",
-    "vectors", "views",
+    "advanced_indexing", "convolution", "creation", "diagonals", "dropout", "indexing", "linalg", "losses", "normalization", "pointwise", "pooling",
+    "reductions", "repeats", "resampling", "scans", "statistics", "vectors", "views",
 ]  # fmt: skip

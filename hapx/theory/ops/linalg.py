@@ -1,4 +1,4 @@
-"""Matrix products, attention and convolution."""
+"""Matrix products and attention."""
 
 from __future__ import annotations
 
@@ -126,34 +126,3 @@ def attention_linear(context: Context) -> Iterable[Rule]:
 
 
 op("aten.scaled_dot_product_attention", attention_signature, extra=attention_linear, body=attention_body, composites="hapx.attention_dropout")
-
-# --- convolution --------------------------------------------------------------------------------------------------------
-
-SPATIAL = {1: "W", 2: "H W", 3: "T H W"}
-
-
-def convolution_signature(context: Context) -> str:
-    """Channels sum up; a spatial dim may be split where the kernel has one element and neither steps nor pads."""
-    letters = SPATIAL[len(context.operands[1].shape) - 2].split()
-    kernel = " ".join(f"K{s}" for s in letters)
-    sizes = context.operands[1].shape[2:]
-    pointwise = [size == 1 and _each(context.call, "stride", i) == 1 and _each(context.call, "padding", i) == 0 for i, size in enumerate(sizes)]
-    spatial = " ".join(s.lower() if p else s for s, p in zip(letters, pointwise, strict=True))
-    if context.call.get("groups") != 1:
-        return f"input: b C {spatial}, weight: N G {kernel}, bias: N -> b N {spatial}"
-    return f"input: b c {spatial}, weight: n c {kernel}, bias: n -> b n {spatial}"
-
-
-def _each(call: OpCall, name: str, dim: int) -> object:
-    """The argument's number for one spatial dim: one number stands for all."""
-    values = call[name]
-    return values if not isinstance(values, tuple) else values[dim % len(values)]
-
-
-op(
-    "aten.conv1d.default aten.conv2d.default aten.conv3d.default",
-    convolution_signature,
-    sum="c",
-    linear="input bias | weight bias",
-    addend="bias",
-)

@@ -11,21 +11,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hapx.theory.samples.convolution import convolutions, grouped, transposed
 from hapx.theory.samples.creation import creation
 from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, dtype, ids, positive, sample, t, unit
+from hapx.theory.samples.dropout import dropouts
 from hapx.theory.samples.indexing import advanced, indexing
 from hapx.theory.samples.linalg import attention, products
 from hapx.theory.samples.losses import class_losses, losses, row_by_row
+from hapx.theory.samples.normalization import channels, groups, rows
 from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, several, with_numbers
-from hapx.theory.samples.reductions import norms, reductions
+from hapx.theory.samples.pooling import pools, unpools
+from hapx.theory.samples.reductions import reductions, softmaxes
+from hapx.theory.samples.resampling import columns, interpolations, paddings, points, shuffles
 from hapx.theory.samples.scans import diagonals, repeats, scans
 from hapx.theory.samples.statistics import statistics, vectors
 from hapx.theory.samples.views import pieces, views
 
 FAMILIES = (
-    pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, views, pieces, reductions, norms, losses, class_losses,
-    row_by_row, indexing, advanced, scans, repeats, diagonals, statistics, vectors,
-    creation,
+    pointwise, with_numbers, arithmetic, binary, several, casts,
+    products, attention, vectors,
+    convolutions, grouped, transposed,
+    views, pieces, repeats, diagonals, creation,
+    indexing, advanced, scans,
+    reductions, softmaxes, statistics,
+    rows, channels, groups,
+    pools, unpools,
+    interpolations, paddings, shuffles, columns, points,
+    losses, class_losses, row_by_row,
+    dropouts,
 )  # fmt: skip
 SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -39,17 +39,22 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One operand. `grad`: whether a gradient is asked for (floating operands only)."""
+    """One operand. `grad`: whether a gradient is asked for (floating operands only). `mutated`: a buffer of the model that the call may change."""
 
     shape: tuple[int, ...]
     dtype: str = "float64"
     values: Values = Values.NORMAL
     limit: int = 0
     grad: bool = True
+    mutated: bool = False
 
     @property
     def requires_grad(self) -> bool:
         return self.grad and self.dtype in FLOATING
+
+    def stored(self) -> Draw:
+        """The same as a buffer that the call may change."""
+        return replace(self, mutated=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,9 @@ class Sample:
     excuse: Reason | None = None
 
     def __str__(self) -> str:
-        shapes = ", ".join(f"{n}: {d.dtype}{list(d.shape)}{'' if d.requires_grad else ' no grad'}" for n, d in self.draws)
+        shapes = ", ".join(
+            f"{n}: {d.dtype}{list(d.shape)}{'' if d.requires_grad else ' no grad'}{' stored' if d.mutated else ''}" for n, d in self.draws
+        )
         constants = ", ".join(f"{k}={v}" for k, v in self.call.args if not isinstance(v, Ref | tuple))
         return f"{self.call.target}({shapes}{'; ' + constants if constants else ''})"
 

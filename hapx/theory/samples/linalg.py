@@ -1,4 +1,4 @@
-"""Products, attention, convolution."""
+"""Products, attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MATMULS: Shapes = (
 
 
 def products() -> Iterator[Sample]:
-    """Matrix products and convolutions."""
+    """Matrix products."""
     yield sample("linear", input=t(4, 6), weight=t(5, 6), bias=t(5))
     yield sample("linear", input=t(2, 4, 6), weight=t(5, 6), bias=None)
     yield sample("linear", input=t(6), weight=t(5, 6), bias=t(5))
@@ -32,12 +32,6 @@ def products() -> Iterator[Sample]:
     yield sample("dot", self=t(6), tensor=t(6))
     for left, right in MATMULS:
         yield sample("matmul", self=t(*left), other=t(*right))
-    yield sample("conv1d", input=t(4, 6, 5), weight=t(8, 6, 3), bias=t(8), padding=(1,))
-    yield sample("conv2d", input=t(4, 6, 7, 5), weight=t(8, 6, 3, 3), bias=t(8), padding=(1, 1))
-    yield sample("conv2d", input=t(4, 6, 7, 5), weight=t(8, 6, 3, 3), bias=None, padding=(1, 1))
-    yield sample("conv2d", input=t(4, 6, 7, 5), weight=t(8, 3, 3, 3), bias=t(8), groups=2)
-    yield sample("conv2d", input=t(2, 3, 4, 5), weight=t(6, 3, 1, 1), bias=t(6))
-    yield sample("conv3d", input=t(2, 3, 2, 3, 4), weight=t(4, 3, 1, 2, 2), bias=t(4))
 
 
 def attention() -> Iterator[Sample]:

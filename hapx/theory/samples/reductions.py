@@ -1,12 +1,10 @@
-"""Reductions, normalisation, pooling."""
+"""Reductions and softmax."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hapx.theory.samples.draw import Sample, booleans, dtype, ids, positive, sample, t
-
-POOLS = (("max_pool", "kernel_size"), ("avg_pool", "kernel_size"), ("adaptive_avg_pool", "output_size"), ("adaptive_max_pool", "output_size"))
+from hapx.theory.samples.draw import Sample, booleans, dtype, ids, sample, t
 
 
 def reductions() -> Iterator[Sample]:
@@ -38,24 +36,8 @@ def reductions() -> Iterator[Sample]:
     yield sample("min", self=t(4, 6))
 
 
-def norms() -> Iterator[Sample]:
-    """Softmax, normalisation, pooling."""
+def softmaxes() -> Iterator[Sample]:
     yield sample("softmax.int", self=t(3, 4, 6), dim=1)
     yield sample("log_softmax.int", self=t(4, 6), dim=-1)
     yield sample("_softmax", self=t(4, 6), dim=-1, half_to_float=False)
     yield sample("_log_softmax", self=t(4, 6), dim=0, half_to_float=False)
-    yield sample("layer_norm", input=t(3, 4, 6), normalized_shape=(6,), weight=t(6), bias=t(6))
-    yield sample("layer_norm", input=t(4, 6), normalized_shape=(6,), weight=t(6), bias=None)
-    yield sample("layer_norm", input=t(4, 6), normalized_shape=(6,), weight=None, bias=None)
-    yield sample("layer_norm", input=t(3, 4, 6), normalized_shape=(4, 6), weight=t(4, 6), bias=t(4, 6))
-    yield sample("rms_norm", input=t(3, 4, 6), normalized_shape=(6,), weight=t(6))
-    yield sample("rms_norm", input=t(4, 6), normalized_shape=(6,), weight=None)
-    for training in (True, False):
-        stats = {"running_mean": t(6, grad=False), "running_var": positive(6, grad=False)}
-        constants = {"training": training, "momentum": 0.3, "eps": 1e-5, "cudnn_enabled": True}
-        yield sample("batch_norm", input=t(4, 6, 5), weight=t(6), bias=t(6), **stats, **constants)
-        yield sample("batch_norm", input=t(8, 6), weight=None, bias=None, **stats, **constants)
-    yield sample("batch_norm", input=t(4, 6, 5), weight=t(6), bias=t(6), running_mean=None, running_var=None, **(constants | {"training": True}))
-    for name, argument in POOLS:
-        for rank, image in ((1, (3, 2, 6)), (2, (3, 2, 4, 6)), (2, (3, 4, 6))):
-            yield sample(f"{name}{rank}d", self=t(*image), **{argument: (2,) * rank})
