@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,6 +212,15 @@ def test_plans_use_the_composites() -> None:
     of = {model: uses_of(planned(model, "4:4:1:1")).targets for model in ("weighted", "terms", "contrastive")}
     assert {"hapx.cross_entropy", "hapx.nll_loss"} <= of["weighted"] and "hapx.mean_loss" in of["terms"] and "hapx.cross_entropy" in of["contrastive"]
     assert "hapx.index" in uses_of(planned("indexed", "4:4:1:1")).targets
+
+
+@pytest.mark.parametrize("model", ["indexed", "weighted", "terms"])
+def test_plans_survive_a_file(model: str, tmp_path: Path) -> None:
+    plan = planned(model, "4:4:1:1")
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    again.verify()
+    assert again == plan
 
 
 def local_likelihood(batch: object, local: Tensor, like: Tensor) -> Tensor:
