@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from hapx.cost.contractions import CONTRACTIONS, STATES_KEPT
+from hapx.cost.saves import KEPT_INSIDE
 from hapx.ir import CONVOLUTIONS, DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
 
 # outputs share the storage of their operand (reshape: see `is_view`)
@@ -159,6 +160,11 @@ def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
         logits = tensor(graph, call, "self")
         assert logits is not None
         return ((logits.name, float(logits.bytes)),)  # log-softmax
+    if call.op in KEPT_INSIDE:
+        argument, factor = KEPT_INSIDE[call.op]
+        operand = tensor(graph, call, argument)
+        assert operand is not None
+        return ((operand.name, factor * operand.bytes),)
     if call.op in ("aten.layer_norm", "aten.rms_norm"):
         return ((out.name, 8.0 * out.size / prod(call["normalized_shape"])),)  # mean and 1 / deviation of every row
     if call.op == ATTENTION:

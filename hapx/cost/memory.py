@@ -14,8 +14,9 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from hapx.cost.compute import ATTENTION, FACTORS, differentiable, is_view, tensor
+from hapx.cost.saves import SAVES_OF_SMALL
 from hapx.errors import HapError
-from hapx.ir import FLOATING, Graph, Kind, Node, TensorRef
+from hapx.ir import FLOATING, Graph, Kind, Node, TensorRef, iter_refs
 
 # part of a device's memory that is not planned with
 RESERVE = 0.1
@@ -55,6 +56,7 @@ SAVES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(RESAMPLES, NOTHING_SAVED),
         "aten.embedding": ("indices",), "aten.index_select": ("index",), "aten.gather": ("index",), "aten.masked_fill": ("mask",),
         "aten.where": ("condition",), "aten.cross_entropy_loss": ("target",), ATTENTION: ("query", "key", "value", "attn_mask", "out"),
+        **SAVES_OF_SMALL,
     }
 )  # fmt: skip
 
@@ -101,10 +103,9 @@ def saved(node: Node, graph: Graph) -> tuple[str, ...]:
         return (refs[0].name,) if call["mode"] in ("reflect", "replicate") else ()
     if call.op.startswith("aten.adaptive_avg_pool"):
         return (refs[0].name,) if set(call["output_size"]) != {1} else ()  # to one pixel, it is a mean
-    if call.op in SAVES:
-        outputs = {"out": node.outputs[0], "out1": node.outputs[-1]}
-        tensors = [outputs.get(name) or tensor(graph, call, name) for name in SAVES[call.op]]
-        return tuple(t.name for t in tensors if t is not None)
+    if (keeps := SAVES.get(call.target, SAVES.get(call.op))) is not None:
+        outputs = {"out": node.outputs[0].name, "out1": node.outputs[-1].name}
+        return tuple(name for kept in keeps for name in ([outputs[kept]] if kept in outputs else [r.name for r in iter_refs(call.get(kept))]))
     return tuple(r.name for r in refs if r.dtype in FLOATING)
 
 

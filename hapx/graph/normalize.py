@@ -23,6 +23,7 @@ from hapx.errors import CaptureError, UnsupportedOperatorError
 from hapx.graph import normalize_args as arguments
 from hapx.graph import normalize_bags as bags
 from hapx.graph.capture_inputs import unique_name
+from hapx.graph.normalize_aliases import plain_form
 from hapx.graph.normalize_args import name_of
 from hapx.graph.normalize_flatten import Call, Slot, slots_in
 from hapx.graph.normalize_views import Step, View, Views, scatter_into
@@ -89,15 +90,12 @@ class Emitter:
             self._join_some(call, bound)
         elif name == "aten.broadcast_tensors.default":
             self._broadcast(call, bound["tensors"])
-        elif name == "aten.view.default":
-            self._compute(call, torch.ops.aten.reshape.default, {"self": bound["self"], "shape": bound["size"]}, call.out)
+        elif (alias := plain_form(call.op, bound)) is not None:
+            self._compute(call, *alias, call.out)
         elif (dtype := arguments.target_dtype(call.op, bound)) is not None:
             extra = {k: bound.get(k) for k in ("non_blocking", "copy", "memory_format")} if "copy" in bound else {}
             options = {"non_blocking": False, "copy": False, "memory_format": None} | extra
             self._compute(call, torch.ops.aten.to.dtype, {"self": bound["self"], "dtype": dtype, **options}, call.out)
-        elif name == "aten.rrelu.default" and not bound["training"]:
-            slope = (bound["lower"] + bound["upper"]) / 2
-            self._compute(call, torch.ops.aten.leaky_relu.default, {"self": bound["self"], "negative_slope": slope}, call.out)
         elif name in bags.TARGETS and bags.can_be_written_out(bound) and not any(id(slot) in self._last_use for slot in call.out[1:]):
             self._bags(call, bound)
         else:

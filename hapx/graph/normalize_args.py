@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hapx.errors import CaptureError, UnsupportedOperatorError
+from hapx.graph.normalize_names import canonical, with_types
 from hapx.ir import TorchConst, Value
 
 # Checks of the exporter and of the user: nothing is computed.
@@ -134,19 +135,13 @@ def functional_twin(op: torch._ops.OpOverload, where: str) -> torch._ops.OpOverl
     """The operator without the underscore. Raises UnsupportedOperatorError where there is none, or where it would be random."""
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
-    # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor: the types decide, then the name
-    candidates = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
-    candidates = sorted((c for c in candidates if _types(c) == _types(op)), key=lambda c: c._overloadname != op._overloadname)
-    twin = candidates[0] if candidates else None
+    # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor: the types decide
+    twin = with_types(packet, op) if packet is not None else None
     if twin is None or (is_random(twin) and "dropout" not in name) or written_arguments(twin):
         raise UnsupportedOperatorError(
             f"{name_of(op)} writes into a tensor and has no form that makes a new one", where=where, hint="use an operator that makes a new tensor"
         )
-    return twin
-
-
-def _types(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in op._schema.arguments]
+    return canonical(twin)
 
 
 def target_dtype(op: torch._ops.OpOverload, bound: Mapping[str, Any]) -> torch.dtype | None:
