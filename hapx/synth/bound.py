@@ -16,6 +16,9 @@ vectors this contains the bound max_j (pending_j + sum over the rest of the leas
 A parameter that is used again later (a tied embedding) would be free there in this relaxation. So there is one such table per *context*: the masks of
 the stored parameters that are live, each priced at its next use.
 
+A value that is available in several placements, none of which gives the others for free, has no row. Its bound is the same recursion from its next
+use, with the cheapest conversion from any of them; otherwise a search is drawn to paying for a second placement, which would hide what comes.
+
 Invariant: never more than the true cost of the rest.
 """
 
@@ -63,6 +66,7 @@ class Context(NamedTuple):
     bottom: int
     rows: list[Rows]
     more: Array
+    uses: tuple[Use, ...]
 
 
 class Bound:
@@ -81,6 +85,8 @@ class Bound:
         self._contexts: dict[tuple[Use, ...], Context] = {}
         self._at: list[dict[int, Vector]] = [{} for _ in range(len(problem.steps) + 1)]
         self._bounds: dict[tuple[int, int], list[int]] = {}
+        self._known: dict[tuple[tuple[Use, ...], int], tuple[Weighted, Array]] = {}
+        self._several: dict[tuple[tuple[Use, ...], str, int, int], list[Array]] = {}
 
     def rest(self, level: int, place: int) -> Vector:
         """Per weight vector, a lower bound of the cost of steps `level` and later when `place` is available."""
@@ -105,8 +111,59 @@ class Bound:
         best = rows[""][0]
         for name, table, shift in self.problem.steps[level].live:
             if not table.stored:
-                best = np.maximum(best, rows[name][self._bounding(table, place >> shift & table.full)].max(axis=0))
+                mask = place >> shift & table.full
+                best = np.maximum(best, self._available(context, level, name, table, mask))
         return tuple((best + more).tolist())
+
+    def _available(self, context: Context, level: int, name: str, table: TensorTable, mask: int) -> Array:
+        """The bound by one value that is available in `mask` (below the context's bottom without what the context adds)."""
+        bounding = self._bounding(table, mask)
+        best: Array = self._rows(context, level)[name][bounding].max(axis=0)
+        if all(table.closure(i) != mask for i in bounding[:-1]):
+            best = np.maximum(best, self._set(context, level, name, table, mask))
+        return best
+
+    def _set(self, context: Context, level: int, name: str, table: TensorTable, mask: int) -> Array:
+        """By the recursion of the module from the next use of the value, backward."""
+        steps = self.problem.steps
+        use = next(k for k in range(level, len(steps)) if name in steps[k].tensors)
+        found = self._several.setdefault((context.uses, name, mask, use), [])
+        while len(found) <= use - level:
+            at = use - len(found)
+            weighted, then = self._weighted_then(context, at)
+            if found:
+                value = (weighted.base + np.maximum(then, found[-1])).min(axis=0)
+            else:
+                value = self._use_of_set(context, at, steps[at].tensors.index(name), table, mask, weighted, then)
+            found.append(value - context.more if at == context.bottom - 1 else value)
+        return found[use - level]
+
+    def _use_of_set(self, context: Context, level: int, slot: int, table: TensorTable, mask: int, weighted: Weighted, then: Array) -> Array:
+        needs, step = weighted.needs[slot], self.problem.steps[level]
+        cost = weighted.base + self._conversions(table)[list(bits(mask))].min(axis=0)[needs]
+        if not step.kind.slots[slot].live:
+            return (cost + then).min(axis=0)  # type: ignore[no-any-return]
+        after: dict[int, Array] = {}
+        for target in dict.fromkeys(needs.tolist()):
+            more = mask | table.closure(target)
+            if more == mask:
+                after[target] = self._available(context, level + 1, step.tensors[slot], table, mask)
+            else:
+                after[target] = self._rows(context, level + 1)[step.tensors[slot]][self._bounding(table, more)].max(axis=0)
+        return (cost + np.maximum(then, np.array([after[t] for t in needs.tolist()]))).min(axis=0)  # type: ignore[no-any-return]
+
+    def _rows(self, context: Context, level: int) -> Rows:
+        inside = 0 <= level - context.bottom < len(context.rows)
+        return context.rows[level - context.bottom] if inside else self._base[level]
+
+    def _weighted_then(self, context: Context, level: int) -> tuple[Weighted, Array]:
+        """Of a step in a context: its choices, and the bound of what follows after each, without the values that are live."""
+        key = context.uses, level
+        if key not in self._known:
+            inside = context.bottom <= level < context.bottom + len(context.rows)
+            uses = [u for u in context.uses if inside and u.level == level]
+            self._known[key] = self._choices(level, self._rows(context, level + 1), uses)
+        return self._known[key]
 
     def _bounding(self, table: TensorTable, mask: int) -> list[int]:
         """Placements from which all of `mask` is free (any of them bounds it), and "anywhere"."""
@@ -134,7 +191,7 @@ class Bound:
         """From the last use backward. What the context adds soon is the same everywhere: from there on the least that it adds is a bound,
         because adding a constant to a table adds it to the table one step before."""
         if not uses:
-            return Context(0, self._base, np.zeros(len(self.weights)))
+            return Context(0, self._base, np.zeros(len(self.weights)), uses)
         top, bottom = max(u.level for u in uses), min(u.level for u in uses)
         rows: list[Rows] = []
         level = top
@@ -149,10 +206,19 @@ class Bound:
             finite = np.where(np.isfinite(added), added, more)
             even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + self._base[level][""].max())).all())
             if level == 0 or (level <= bottom and even) or top - level >= DEEPEST:
-                return Context(level, rows[::-1], more if level <= bottom else np.zeros(len(self.weights)))
+                return Context(level, rows[::-1], more if level <= bottom else np.zeros(len(self.weights)), uses)
             level -= 1
 
     def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use]) -> None:
+        step = self.problem.steps[level]
+        weighted, then = self._choices(level, after, uses)
+        rows[""] = (weighted.base + then).min(axis=0, keepdims=True)
+        for name, table, _ in step.live:
+            if not table.stored:
+                rows[name] = self._value(step, name, table, weighted, then, after)
+
+    def _choices(self, level: int, after: Rows, uses: list[Use]) -> tuple[Weighted, Array]:
+        """The step's choices with its `uses` priced; after each, the bound by its results alone."""
         step = self.problem.steps[level]
         known = {n for n, _, _ in step.live}
         first = tuple(bool(s.table.stored) and s.fixed is None and n not in known for n, s in zip(step.tensors, step.kind.slots, strict=True))
@@ -167,10 +233,7 @@ class Bound:
         for name, result, gives in zip(step.outputs, step.kind.results, weighted.gives, strict=True):
             if result.live:
                 then = np.maximum(then, after[name][gives])
-        rows[""] = (weighted.base + then).min(axis=0, keepdims=True)
-        for name, table, _ in step.live:
-            if not table.stored:
-                rows[name] = self._value(step, name, table, weighted, then, after)
+        return weighted, then
 
     def _value(self, step: Step, name: str, table: TensorTable, weighted: Weighted, then: Array, after: Rows) -> Array:
         if name not in step.tensors:
