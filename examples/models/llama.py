@@ -100,4 +100,4 @@ def build(size: str = "1B", batch: int = 64, context: int = 2048) -> tuple[nn.Mo
         return model, (tokens, torch.zeros_like(tokens))
 
 
-llama_8b = partial(build, "8B")
+llama_8b = partial(build, "8B", 16)
