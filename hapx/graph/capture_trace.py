@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
@@ -104,7 +105,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, root: CodeType, device: torch.device):
         super().__init__()
         self._root = root
-        self._devices = (device.type,) if device.type != "meta" else ("cuda", "cpu")
+        self._devices = (device.type,)
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}  # frames are kept: a freed one's id could come again
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,10 +168,12 @@ def _place(file: str, line: int) -> tuple[str, int, str]:
 
 def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Callable[..., Tensor] | None, training: bool) -> Trace:
     """Export `module` for inputs like `inputs`, in the given mode, under the caller's autocast."""
-    wrapper = _Traced(module, inputs, loss_fn, device)
     with _quiet(), _same_generators(device), _same_module(module), _mode(module, training), torch.enable_grad(), preserve_node_meta():
+        with _off_meta(module, device) as device:
+            twins = inputs.empty_twins(device)
+        wrapper = _Traced(module, inputs, loss_fn, device)
         try:
-            program = torch.export.export(wrapper, inputs.empty_twins(device), strict=False)
+            program = torch.export.export(wrapper, twins, strict=False)
         except HapError:
             raise
         except Exception as error:
@@ -199,6 +202,31 @@ def _same_generators(device: torch.device) -> Iterator[None]:
             yield
     finally:
         random.setstate(state)
+
+
+@contextmanager
+def _off_meta(module: nn.Module, device: torch.device) -> Iterator[torch.device]:
+    """For a module on `meta`: gives it fake tensors on a real kind of device, without memory, and makes such tensors inside; autocast does
+    nothing on `meta`. (`_same_module` puts the old ones back.)"""
+    if device.type != "meta":
+        yield device
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        done: dict[int, Tensor] = {}
+        for m in module.modules():
+            for own in (m._parameters, m._buffers):
+                for name, t in own.items():
+                    if t is not None and id(t) not in done:
+                        done[id(t)] = _on(t, device)
+                    own[name] = None if t is None else done[id(t)]  # type: ignore[assignment]
+        yield device
+
+
+def _on(t: Tensor, device: torch.device) -> Tensor:
+    """An empty tensor like a `meta` one."""
+    new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+    return nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new
 
 
 @contextmanager

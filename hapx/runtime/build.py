@@ -8,6 +8,9 @@ device keeps its place (`hapx.runtime.empty`).
 
 The conversion Invariant -> Replicated of a parameter as it is stored is no collective in its place: the parameter enters the gradient
 synchroniser (`hapx.runtime.gradients`) before all other steps of its path. Steps along different axes commute, so this changes nothing.
+
+The instructions of a checkpoint region, conversions included, are a submodule that is computed again in backward (`hapx.runtime.recompute`);
+parameters enter the synchroniser before it, so that their gradients are summed in the backward pass proper.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor, fx, nn
 
 from hapx.collectives.composites import COMPOSITES
 from hapx.collectives.conversion import Conversion
+from hapx.collectives.freed import cast_again
 from hapx.collectives.rng import Rng
 from hapx.errors import PlanError
 from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef, TorchConst, Value
@@ -33,6 +36,8 @@ from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example
 from hapx.runtime.gradients import BUCKET_BYTES, Key, Layout, Pass, Use, bucket_layout
 from hapx.runtime.local import Communicators, Position
 from hapx.runtime.names import Names, identifier
+from hapx.runtime.recompute import Recomputed
+from hapx.runtime.scope import Scope, region_runs
 from hapx.states import Invariant, Placement, Property, Replicated
 from hapx.transposes import TRANSPOSES
 
@@ -54,19 +59,12 @@ class Synchronise(nn.Module):
         return f"{self.key[0]}: gradients are summed over axes {self.key[1]}"
 
 
-def under_autocast(device: str, dtype: torch.dtype, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call as inside of an autocast region of the model; everything else runs without autocast."""
-    with torch.autocast(device, dtype=dtype):
-        return function(*args, **kwargs)
-
-
 class Composite(nn.Module):
-    """A call of a composite; tensors are passed, everything else is bound. `autocast`: (device, dtype) of the region, if any."""
+    """A call of a composite; tensors are passed, everything else is bound."""
 
-    def __init__(self, target: str, function: Callable[..., Any], arguments: tuple[tuple[str, Any], ...], autocast: tuple[str, torch.dtype] | None):
+    def __init__(self, target: str, function: Callable[..., Any], arguments: tuple[tuple[str, Any], ...]):
         super().__init__()
-        self.target, self.arguments = target, arguments
-        self.function = function if autocast is None else partial(under_autocast, *autocast, function)
+        self.target, self.function, self.arguments = target, function, arguments
 
     def forward(self, *operands: Tensor) -> Any:
         remaining = iter(operands)
@@ -111,7 +109,9 @@ class LocalProgram:
 
     @property
     def code(self) -> str:
-        return str(self.module.code)
+        """Python text: the program, then its regions that are computed again in backward."""
+        regions = [f"\n\n# {name}\n{m.body.code}" for name, m in self.module.named_modules() if isinstance(m, Recomputed)]
+        return "".join([str(self.module.code), *regions])
 
 
 def build_local(
@@ -133,7 +133,7 @@ def build_local(
 
 
 class _Builder:
-    """The variables of the fx graph while it is made. `names`: variable of each property."""
+    """The program while it is made. `scope`: the graph under way, `top` or that of a region."""
 
     def __init__(
         self, plan: Plan, rank: int, key: ProgramKey, communicators: Communicators, rng: Rng, device: torch.device, local_inputs: dict[str, Placement]
@@ -143,24 +143,28 @@ class _Builder:
         self.stored = frozenset(self.program.needs)
         self.key, self.position, self.communicators, self.rng, self.device = key, Position.of(stage, key, rank), communicators, rng, device
         self.local_inputs = local_inputs
-        self.fx, self.root = fx.Graph(), nn.Module()
-        self.names, self.modules = Names(), Names(dir(nn.Module()))
-        self.variables: dict[Property, fx.Node] = {}
+        self.root, self.modules = nn.Module(), Names(dir(nn.Module()))
+        self.top = self.scope = Scope()
         self.entered: dict[Key, fx.Node] = {}
         self.entries: list[Synchronise] = []
         self.uses: list[Use] = []
-        regions = [r for r in self.graph.regions if r.kind == "autocast"]
-        self.autocast = {i: (device.type, getattr(torch, dict(r.options)["dtype"].name)) for r in regions for i in range(r.start, r.stop)}
+        self.written = {o.target for o in self.graph.outputs if o.role == "buffer"} | {r.name for r in self.graph.refs.values() if r.mutated}
 
     def build(self, bucket_bytes: int) -> LocalProgram:
         parameters, buffers, inputs = self._placeholders()
-        for instruction in self.program.instructions:
+        runs = region_runs(self.program, self.graph)
+        ends = frozenset(runs.values())
+        for k, instruction in enumerate(self.program.instructions):
+            if k in runs:
+                self.scope = Scope(self.top)
             self._instruction(instruction)
+            if self.scope is not self.top and k + 1 in ends:
+                self._close_region(k + 1)
         gives = {p.tensor: p for p in self.program.gives}
         ordered = tuple(gives[o.tensor] for o in self.graph.outputs)
-        self.fx.output(tuple(self.variables[p] for p in ordered))
-        self.fx.lint()
-        module = fx.GraphModule(self.root, self.fx, "LocalProgram")
+        self.top.graph.output(tuple(self.top.read(p) for p in ordered))
+        self.top.graph.lint()
+        module = fx.GraphModule(self.root, self.top.graph, "LocalProgram")
         placements = {n: self.local_inputs.get(n, self.replicated) for n in inputs}
         layout = bucket_layout(self.uses, self.device, bucket_bytes)
         return LocalProgram(
@@ -181,22 +185,39 @@ class _Builder:
         inputs = self.graph.input_names
         for name in (*parameters, *buffers, *inputs):
             placement = self.local_inputs.get(name) or (needs[name].placement if name in needs else self.replicated)
-            self.variables[Property(name, placement)] = self.fx.placeholder(self.names.fresh(identifier(name)))
+            self.top.made[Property(name, placement)] = self.top.graph.placeholder(self.top.names.fresh(identifier(name)))
         for name, ref in self.graph.refs.items():
             if name in self.graph.constants and self.graph.producer.get(name) is None:
                 values = torch.tensor(self.graph.constants[name], dtype=getattr(torch, ref.dtype), device=self.device).reshape(ref.shape)
-                self.variables[Property(name, self.replicated)] = self._constant(identifier(name), values)
+                self.top.made[Property(name, self.replicated)] = self._constant(identifier(name), values)
         return parameters, buffers, inputs
 
     def _constant(self, name: str, value: Tensor) -> fx.Node:
         name = self.modules.fresh(name)
         self.root.register_buffer(name, value)
-        return self.fx.get_attr(name)
+        return self.top.graph.get_attr(name)
 
-    def _submodule(self, name: str, module: nn.Module, *operands: fx.Node) -> fx.Node:
+    def _submodule(self, name: str, module: nn.Module, *operands: fx.Node, scope: Scope | None = None) -> fx.Node:
         name = self.modules.fresh(name)
         self.root.add_module(name, module)
-        return self.fx.call_module(name, operands)
+        return (scope or self.scope).graph.call_module(name, operands)
+
+    # ---- regions ------------------------------------------------------------------------------------------------------
+
+    def _close_region(self, stop: int) -> None:
+        """The scope of a region becomes a submodule of the program; what instructions from number `stop` on read are its outputs."""
+        region, self.scope = self.scope, self.top
+        later = dict.fromkeys([p for i in self.program.instructions[stop:] for p in i.triple.pre] + list(self.program.gives))
+        results = [p for p in later if p in region.made and p not in self.top and not region.pass_on(p)]
+        region.graph.output(tuple(region.made[p] for p in results))
+        region.graph.lint()
+        body = fx.GraphModule(self.root, region.graph, "Region")
+        written = frozenset(i for i, (_, p) in enumerate(region.taken.values()) if p is not None and p.tensor in self.written)
+        grads = [self.graph.refs[p.tensor].requires_grad for p in results]
+        node = self._submodule("recomputed", Recomputed(body, written, grads, self.rng), *region.taken)
+        for i, p in enumerate(results):
+            name = identifier(self.graph.refs[p.tensor].name)
+            self.top.made[p] = self.top.graph.create_node("call_function", operator.getitem, (node, i), name=name)
 
     # ---- instructions -------------------------------------------------------------------------------------------------
 
@@ -204,7 +225,7 @@ class _Builder:
         triple = instruction.triple
         if instruction.remat is not None:
             raise PlanError("a plan with rematerialisation cannot be run yet", where=str(triple), hint='plan with remat="none"')
-        if all(p in self.variables for p in triple.post):  # the first that makes a property stands
+        if all(p in self.scope for p in triple.post):  # the first that makes a property stands
             return
         if isinstance(triple.body, OpCall):
             self._call(triple, triple.body)
@@ -212,23 +233,25 @@ class _Builder:
             self._conversion(triple, triple.body)
 
     def _read(self, p: Property) -> fx.Node:
-        if p not in self.variables:
+        if p not in self.scope:
             raise PlanError(f"{p} is used before it is made", where=f"program of device {self.position.coordinates}")
-        return self.variables[p]
+        return self.scope.read(p)
 
     def _conversion(self, triple: Triple, path: tuple[Communication, ...]) -> None:
         """The steps of a path, one submodule each; those that do nothing at all are left out."""
         (source,), (target,) = triple.pre, triple.post
         ref = self.graph.refs[source.tensor]
-        if ref.kind is Kind.INPUT and source not in self.variables:
+        if ref.kind is Kind.INPUT and source not in self.scope:
             raise PlanError(f"input {ref.name} arrives cut, but {triple} needs all of it")
-        node, at = self._read(source), source.placement
+        at, axes = source.placement, ()
         if source in self.stored and ref.kind is Kind.PARAMETER:  # not a copy of it, whose cotangent must go on to the parameter
             axes = tuple(sorted(c.axis for c in path if c.gradient and isinstance(c.source, Invariant) and isinstance(c.target, Replicated)))
-            if axes:
-                node = self._enter(ref, axes, source.placement, node)
-                path = tuple(c for c in path if c.axis not in axes)
-                at = _with_states(at, {a: Replicated() for a in axes})
+        if axes:
+            node = self.scope.take(self._enter(ref, axes, source))
+            path = tuple(c for c in path if c.axis not in axes)
+            at = _with_states(at, {a: Replicated() for a in axes})
+        else:
+            node = self._read(source)
         for c in path:
             after = at.with_state(c.axis, c.target)
             forward, backward = TRANSPOSES[type(c.source), type(c.target)]
@@ -238,25 +261,26 @@ class _Builder:
                 verb = forward if forward != "none" else f"backward_{backward}"
                 node = self._submodule(f"{verb}_{identifier(ref.name)}", module, node)
             at = after
-        self.variables[target] = node
+        self.scope.made[target] = node
 
-    def _enter(self, ref: TensorRef, axes: tuple[int, ...], stored: Placement, node: fx.Node) -> fx.Node:
+    def _enter(self, ref: TensorRef, axes: tuple[int, ...], stored: Property) -> fx.Node:
+        """The parameter in the synchroniser: a node of the program, outside of all regions."""
         key = (ref.name, axes)
         if key not in self.entered:
             entry = Synchronise(key)
             self.entries.append(entry)
-            self.uses.append(Use(key, math.prod(self.position.shape(ref.shape, stored)), getattr(torch, ref.dtype)))
-            self.entered[key] = self._submodule(f"synchronise_{identifier(ref.name)}", entry, node)
+            self.uses.append(Use(key, math.prod(self.position.shape(ref.shape, stored.placement)), getattr(torch, ref.dtype)))
+            self.entered[key] = self._submodule(f"synchronise_{identifier(ref.name)}", entry, self.top.read(stored), scope=self.top)
         return self.entered[key]
 
     def _call(self, triple: Triple, call: OpCall) -> None:
         assert triple.node is not None
-        outputs = self.graph.nodes[triple.node].outputs
-        operands = [self._read(p) for p in triple.pre]
+        made = self.graph.nodes[triple.node]
+        outputs, operands = made.outputs, [self._operand(p, dict(made.casts)) for p in triple.pre]
         label = identifier(call.op.split(".", 1)[1])
         if call.target in COMPOSITES:
             arguments = tuple((name, self._bound(name, value)) for name, value in call.args)
-            module = Composite(call.target, COMPOSITES[call.target], arguments, self.autocast.get(triple.node))
+            module = Composite(call.target, COMPOSITES[call.target], arguments)
             node, listed = self._submodule(label, module, *operands), len(outputs) > 1
         else:
             function = find_operator(call.target)
@@ -266,11 +290,7 @@ class _Builder:
             if stand_in is None:
                 args, kwargs = _fill_all(args, kwargs, operands)
                 name = label if listed else identifier(outputs[0].name)
-                if triple.node in self.autocast:
-                    args, called = (*self.autocast[triple.node], function, *args), under_autocast
-                else:
-                    called = function
-                node = self.fx.create_node("call_function", called, args, kwargs, name=name)
+                node = self.scope.graph.create_node("call_function", function, args, kwargs, name=name)
             else:
                 node = self._submodule(f"empty_{label}", stand_in, *operands)
         self._bind(node, triple, outputs, listed)
@@ -278,8 +298,16 @@ class _Builder:
     def _bind(self, node: fx.Node, triple: Triple, outputs: tuple[TensorRef, ...], listed: bool) -> None:
         """Variables for the outputs of a call, named after the tensors."""
         for i, (ref, p) in enumerate(zip(outputs, triple.post, strict=True)):
-            value = self.fx.create_node("call_function", operator.getitem, (node, i), name=identifier(ref.name)) if listed else node
-            self.variables.setdefault(p, value)
+            value = self.scope.graph.create_node("call_function", operator.getitem, (node, i), name=identifier(ref.name)) if listed else node
+            self.scope.made.setdefault(p, value)
+
+    def _operand(self, p: Property, casts: Mapping[str, str]) -> fx.Node:
+        """An operand as the call reads it."""
+        node = self._read(p)
+        if p.tensor not in casts:
+            return node
+        name = f"{identifier(p.tensor)}_{casts[p.tensor]}"
+        return self.scope.graph.create_node("call_function", cast_again, (node, getattr(torch, casts[p.tensor])), name=name)
 
     def _stand_in(
         self, triple: Triple, call: OpCall, function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], listed: bool
@@ -291,7 +319,8 @@ class _Builder:
         refs = [self.graph.refs[p.tensor] for p in triple.pre]
         local = [self.position.shape(r.shape, p.placement) for r, p in zip(refs, triple.pre, strict=True)]
         if triple.pre and all(0 in s for s in shapes):
-            examples = [example(s, getattr(torch, r.dtype), r.requires_grad, self.device) for s, r in zip(local, refs, strict=True)]
+            read = self.graph.nodes[triple.node].reads
+            examples = [example(s, getattr(torch, read(r)), r.requires_grad, self.device) for s, r in zip(local, refs, strict=True)]
             if accepts(function, *_fill_all(args, kwargs, examples), shapes):
                 return None
             described = [(s, getattr(torch, r.dtype), r.requires_grad) for s, r in zip(shapes, outputs, strict=True)]

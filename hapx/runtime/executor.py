@@ -85,7 +85,7 @@ class Executor:
         arguments = [self.module.get_parameter(n) for n in program.parameters]
         arguments += [self.module.get_buffer(n) for n in program.buffers]
         arguments += [inputs[n] for n in program.inputs]
-        # the program says itself which calls are under autocast, whatever the caller has on
+        # the program says itself in which dtypes it computes, whatever the caller has on
         with freeing(), torch.autocast(self.device.type, enabled=False):
             values = program.module(*arguments)
         for entry in program.entries:

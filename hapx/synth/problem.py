@@ -228,7 +228,7 @@ class _Builder:
     def _table(self, name: str, ids: tuple[int, ...], shared: dict[Any, TensorTable]) -> TensorTable:
         ref = self.graph.refs[name]
         stored = tuple(self._id(p) for p in self.stored.get(name, ()))
-        key = (ref.shape, ref.dtype, ref.kind, ref.requires_grad, name in self.saved, ids, stored)
+        key = (ref.shape, ref.dtype, ref.kind, ref.requires_grad, name in self.saved, name in self.costs.converted_again, ids, stored)
         if key not in shared:
             shared[key] = TensorTable(ref, [self.placements[i] for i in ids], self.stored.get(name, ()), self.costs, self.terms, self.theory.mesh,
                                       self.rule, self.graph.mode == "train")  # fmt: skip

@@ -1,0 +1,88 @@
+"""What autocast does to one operator call, found by asking it.
+
+In: an operator and its arguments (fakes), the dtype of the enabled autocast. Out: the dtype to which autocast casts the call's floating
+arguments, None where it leaves them alone. Autocast's lists of operators differ between devices and versions of torch, and operators that
+are composed of others (einsum, attention) are in none of them; so the call is run twice on fakes of one dtype,
+
+    all arguments float32, result in the lower dtype: it casts down;      all arguments in the lower dtype, result float32: it casts up.
+
+Invariant: the call without autocast, on arguments cast so, has results of the dtypes that it has under autocast (or the call is refused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# what autocast casts: never float64, integers or booleans
+CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+Values = Mapping[str, Any]
+
+
+class Policies:
+    """What autocast on a type of device does, per operator. Answers are kept."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self._known: dict[tuple[object, ...], torch.dtype | None] = {}
+
+    def target(self, op: torch._ops.OpOverload, values: Values, lower: torch.dtype) -> torch.dtype | None:
+        """The dtype that the castable arguments of `op(**values)` get under autocast to `lower`."""
+        dtypes = {t.dtype for t in tensors_in(tuple(values.values())) if t.dtype in CASTABLE}
+        if not dtypes:
+            return None
+        key = (op, lower, values.get("dtype"), len(dtypes) > 1)
+        if key not in self._known:
+            self._known[key] = self._ask(op, values, lower)
+        found = self._known[key]
+        if found is None and len(dtypes) > 1 and self._dtypes(op, values, None) is None:
+            return torch.float32  # operators that take one dtype only get the widest one
+        return found
+
+    def results(self, op: torch._ops.OpOverload, values: Values, lower: torch.dtype) -> tuple[torch.dtype, ...] | None:
+        """The dtypes of what the call returns under autocast, None if it fails."""
+        return self._dtypes(op, values, lower)
+
+    def _ask(self, op: torch._ops.OpOverload, values: Values, lower: torch.dtype) -> torch.dtype | None:
+        for given, wanted in ((torch.float32, lower), (lower, torch.float32)):
+            same = {k: cast_values(v, given) for k, v in values.items()}
+            under, plain = self._dtypes(op, same, lower), self._dtypes(op, same, None)
+            if under is not None and under != plain and wanted in under:
+                return wanted
+        return None
+
+    def _dtypes(self, op: torch._ops.OpOverload, values: Values, lower: torch.dtype | None) -> tuple[torch.dtype, ...] | None:
+        try:
+            with torch.autocast(self.device, dtype=lower or torch.bfloat16, enabled=lower is not None, cache_enabled=False):
+                result = call_with(op, values)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return None
+        return tuple(t.dtype for t in tensors_in(result))
+
+
+def call_with(op: torch._ops.OpOverload, values: Values) -> Any:
+    """The operator on arguments by name, all of its schema."""
+    keyword_only = {a.name for a in op._schema.arguments if a.kwarg_only}
+    return op(*(v for k, v in values.items() if k not in keyword_only), **{k: v for k, v in values.items() if k in keyword_only})
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a value, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for v in value for t in tensors_in(v)] if isinstance(value, tuple | list) else []
+
+
+def cast_values(value: Any, dtype: torch.dtype) -> Any:
+    """The value with every castable tensor in `dtype`."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.dtype in CASTABLE else t)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    return type(value)(map_tensors(v, change) for v in value) if isinstance(value, tuple | list) else value
