@@ -23,12 +23,13 @@ from hapx.balancer.lp import Objective, balance, objective
 from hapx.balancer.rounding import Lengths, fit, improve, per_device, round_ratios
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
+from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.cost.terms import Vector
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
-from hapx.restriction import Restriction, restriction
+from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import simulate_program
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
@@ -290,12 +291,24 @@ def plan_graphs(
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
     counters = Counters()
-    setting = Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer)
-    best = plan_spmd(setting, counters)[0]
+    setting, best = _with_remat(Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer), counters)
     plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, {"capture_time": capture_time, **counters.as_dict()})
     for graph, key in zip(graphs[1:], named[1:], strict=True):
         plan = extend(plan, graph, key)
     return plan
+
+
+def _with_remat(setting: Setting, counters: Counters) -> tuple[Setting, Candidate]:
+    """The best candidate, and its setting: with blocks computed again in backward where the restriction says so, or nothing fits otherwise."""
+    remat = setting.rule.remat
+    blocks = replace(setting, graph=with_blocks(setting.graph)) if remat != "none" and setting.graph.mode == "train" else setting
+    if remat != "blocks" or blocks.graph is setting.graph:
+        try:
+            return setting, plan_spmd(setting, counters)[0]
+        except InsufficientMemoryError:
+            if blocks.graph is setting.graph:
+                raise
+    return blocks, plan_spmd(blocks, counters)[0]
 
 
 def plan_module(
@@ -303,11 +316,9 @@ def plan_module(
     optimizer: str = "adamw", precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto", autocast: str | None = None,
 ) -> Plan:  # fmt: skip
     """Captures a module and plans it. Never reads or changes its values."""
-    if remat not in ("auto", "none"):
-        raise HapError(f"remat={remat!r}", where="plan", allowed='"auto" or "none"')
     if micro_batches not in ("auto", 1):
         raise HapError(f"micro_batches={micro_batches!r}", where="plan", allowed='"auto" or 1')
-    rule = restriction(strategy)  # a wrong name is reported before the long part
+    rule = with_remat(restriction(strategy), remat)  # wrong names are reported before the long part
     from hapx.graph.capture import capture  # torch is needed only to capture
 
     began = time.perf_counter()
@@ -321,6 +332,8 @@ def plan_module(
 def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     """The plan with a further program (another batch size, or evaluation): parameters stay where they are, in the lengths they have."""
     assert len(plan.stages) == 1, "one stage"
+    if graph.mode == "train" and chosen_blocks(plan.graphs[plan.first]):
+        graph = with_blocks(graph)
     stage = plan.stages[0]
     given = {name: storage.copies[0].placement for storage in plan.storage for name in (storage.name,)}
     kept = {s.cut for p in given.values() for s in p.states if hasattr(s, "cut")}

@@ -97,7 +97,7 @@ class CostModel:
         self._states = memory.states_of(optimizer)
         self._kept = memory.kept(self.graph) if mode == "train" else frozenset()
         self._forgotten = memory.forgotten(self.graph) if mode == "train" else frozenset()
-        self.converted_again = memory.converted_again(self.graph) if mode == "train" else frozenset()
+        self._converted_again = memory.converted_again(self.graph) if mode == "train" else frozenset()
         self._signatures: dict[int, int] = {}
         self._number = _Numbers()
         self._by_triple: dict[int, tuple[Triple, StepCost]] = {}
@@ -249,7 +249,7 @@ class CostModel:
 
     def conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
         """Cost of a path of communications that ends in `target`. Free paths cost nothing."""
-        again = ref.name in self.converted_again
+        again = ref.name in self._converted_again
         key = (ref.bytes, ref.kind, ref.name in self._kept, again, tuple([self._number(step) for step in path]), self._number.of_placement(target))
         known = self._conversions.get(key)
         if known is None:
@@ -273,7 +273,7 @@ class CostModel:
     def _priced_step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
         """`_step`, once for all that cost the same: of the other axes only how they cut matters."""
         others = tuple([-1 if not isinstance(s, Sharded) else self._number(s) for a, s in enumerate(after.states) if a != step.axis])
-        key = (ref.bytes, ref.kind is Kind.PARAMETER, ref.name in self.converted_again, self._number(step), others, after.nest)
+        key = (ref.bytes, ref.kind is Kind.PARAMETER, ref.name in self._converted_again, self._number(step), others, after.nest)
         if key not in self._steps:
             self._steps[key] = self._step(ref, step, before, after)
         return self._steps[key]
@@ -283,7 +283,7 @@ class CostModel:
         forward = forward_collective(step.source, step.target)
         self._add(found, "forward", step.axis, self._collective(forward, ref, step, before, after))
         freed = self.mode == "train" and step.gradient and step.free and forward == "all_gather"
-        if freed or ref.name in self.converted_again:
+        if freed or ref.name in self._converted_again:
             self._add(found, "backward", step.axis, self._collective(forward, ref, step, before, after))
         if self.mode == "train" and step.gradient:
             backward = backward_collective(step.source, step.target)

@@ -124,25 +124,28 @@ def build_local(
     device: torch.device | None = None,
     local_inputs: Mapping[str, Placement] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    gradient_dtype: torch.dtype | None = None,
 ) -> LocalProgram:
     """The program of `key` for device `rank`. `local_inputs`: inputs that arrive in the given placement instead of Replicated; the
-    program must hold the conversion from Replicated to it."""
+    program must hold the conversion from Replicated to it. `gradient_dtype`: in which gradients of parameters are summed over devices."""
     if len(plan.stages) != 1:
         raise PlanError(f"a plan with {len(plan.stages)} pipeline stages cannot be run yet", allowed="one stage", hint="plan with max_stages=1")
-    return _Builder(plan, rank, key, communicators, rng, device or torch.device("cpu"), dict(local_inputs or {})).build(bucket_bytes)
+    builder = _Builder(plan, rank, key, communicators, rng, device or torch.device("cpu"), dict(local_inputs or {}), gradient_dtype)
+    return builder.build(bucket_bytes)
 
 
 class _Builder:
     """The program while it is made. `scope`: the graph under way, `top` or that of a region."""
 
     def __init__(
-        self, plan: Plan, rank: int, key: ProgramKey, communicators: Communicators, rng: Rng, device: torch.device, local_inputs: dict[str, Placement]
-    ):
+        self, plan: Plan, rank: int, key: ProgramKey, communicators: Communicators, rng: Rng, device: torch.device,
+        local_inputs: dict[str, Placement], gradient_dtype: torch.dtype | None,
+    ):  # fmt: skip
         stage = plan.stages[0]
         self.graph, self.program = plan.graphs[key], stage.programs[key]
         self.stored = frozenset(self.program.needs)
         self.key, self.position, self.communicators, self.rng, self.device = key, Position.of(stage, key, rank), communicators, rng, device
-        self.local_inputs = local_inputs
+        self.local_inputs, self.gradient_dtype = local_inputs, gradient_dtype
         self.root, self.modules = nn.Module(), Names(dir(nn.Module()))
         self.top = self.scope = Scope()
         self.entered: dict[Key, fx.Node] = {}
@@ -257,7 +260,8 @@ class _Builder:
             forward, backward = TRANSPOSES[type(c.source), type(c.target)]
             if forward != "none" or (c.gradient and backward != "none"):
                 blocks = self.position.block(at, c.axis), self.position.block(after, c.axis)
-                module = Conversion(c, self.communicators[(c.axis,)], *blocks, ref.name)
+                summed = self.gradient_dtype if ref.kind is Kind.PARAMETER else None
+                module = Conversion(c, self.communicators[(c.axis,)], *blocks, ref.name, summed)
                 verb = forward if forward != "none" else f"backward_{backward}"
                 node = self._submodule(f"{verb}_{identifier(ref.name)}", module, node)
             at = after
@@ -269,7 +273,7 @@ class _Builder:
         if key not in self.entered:
             entry = Synchronise(key)
             self.entries.append(entry)
-            self.uses.append(Use(key, math.prod(self.position.shape(ref.shape, stored.placement)), getattr(torch, ref.dtype)))
+            self.uses.append(Use(key, math.prod(self.position.shape(ref.shape, stored.placement)), self.gradient_dtype or getattr(torch, ref.dtype)))
             self.entered[key] = self._submodule(f"synchronise_{identifier(ref.name)}", entry, self.top.read(stored), scope=self.top)
         return self.entered[key]
 
