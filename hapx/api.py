@@ -43,7 +43,9 @@ def plan(
     precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto",
 ) -> Plan:  # fmt: skip
     """The fastest distributed training program found for `module` on `cluster`. Needs no process group and no real weights (`meta`
-    works); the module is not changed. Raises CaptureError, ClusterSpecError, InsufficientMemoryError and other HapErrors."""
+    works); the module is not changed. Under `torch.autocast` it is the program for calls under that autocast. `remat`: "blocks" computes
+    repeated blocks again in backward, "auto" does so where nothing fits into memory otherwise. Raises CaptureError, ClusterSpecError,
+    InsufficientMemoryError and other HapErrors."""
     from hapx.planner import plan_module  # the planner is not needed to run a plan
 
     return plan_module(
@@ -66,7 +68,8 @@ class HAP(nn.Module):
         gradient_dtype: in which gradients of parameters are summed over ranks ("bfloat16", torch.bfloat16, ...); by default each in its
             parameter's dtype. `.grad` always has the parameter's dtype.
 
-    The rest is as in `plan`.
+    The rest is as in `plan`. Calls under `torch.autocast` run a program of their own: make the model under autocast too (or leave
+    example_inputs out), so that the plan is made for it. For float16 see `hapx.GradScaler`.
     """
 
     def __init__(

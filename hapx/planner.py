@@ -298,17 +298,17 @@ def plan_graphs(
     return plan
 
 
-def _with_remat(setting: Setting, counters: Counters) -> tuple[Setting, Candidate]:
+def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> tuple[Setting, Candidate]:
     """The best candidate, and its setting: with blocks computed again in backward where the restriction says so, or nothing fits otherwise."""
     remat = setting.rule.remat
     blocks = replace(setting, graph=with_blocks(setting.graph)) if remat != "none" and setting.graph.mode == "train" else setting
     if remat != "blocks" or blocks.graph is setting.graph:
         try:
-            return setting, plan_spmd(setting, counters)[0]
+            return setting, plan_spmd(setting, counters, meshes)[0]
         except InsufficientMemoryError:
             if blocks.graph is setting.graph:
                 raise
-    return blocks, plan_spmd(blocks, counters)[0]
+    return blocks, plan_spmd(blocks, counters, meshes)[0]
 
 
 def plan_module(
@@ -332,17 +332,17 @@ def plan_module(
 def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     """The plan with a further program (another batch size, or evaluation): parameters stay where they are, in the lengths they have."""
     assert len(plan.stages) == 1, "one stage"
-    if graph.mode == "train" and chosen_blocks(plan.graphs[plan.first]):
-        graph = with_blocks(graph)
     stage = plan.stages[0]
     given = {name: storage.copies[0].placement for storage in plan.storage for name in (storage.name,)}
     kept = {s.cut for p in given.values() for s in p.states if hasattr(s, "cut")}
     fixed = {cut: own for cut, own in stage.lengths[plan.first].items() if cut in kept}
     counters = Counters()
     rule = replace(plan.restriction, storage="auto") if plan.restriction.storage == "as-used" else plan.restriction
+    if chosen_blocks(plan.graphs[plan.first]):
+        rule = replace(rule, remat="blocks")
     setting = Setting(graph, key, plan.cluster, rule, plan.precision, plan.optimizer, given, fixed, stage.shares)
-    best = plan_spmd(setting, counters, [stage.mesh])[0]
-    return extended(plan, best, graph, key, counters.as_dict())
+    setting, best = _with_remat(setting, counters, [stage.mesh])
+    return extended(plan, best, setting.graph, key, counters.as_dict())
 
 
 def key_of(graph: Graph, autocast: str | None = None) -> ProgramKey:

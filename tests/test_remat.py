@@ -207,6 +207,14 @@ def test_further_programs_follow_the_first() -> None:
     assert chosen_blocks(extend(plan("none"), other, key_of(other)).graphs[key_of(other)]) == 0
 
 
+def test_a_further_program_may_need_blocks_where_the_first_did_not() -> None:
+    first = plan("auto", round(1.05 * plan("none").memory[0] / 0.9))
+    large = graph(32)
+    longer = extend(first, large, key_of(large))
+    assert [chosen_blocks(g) for g in longer.graphs.values()] == [0, LAYERS]
+    longer.verify()
+
+
 def edited(regions: tuple[Region, ...]) -> Plan:
     p = plan("blocks")
     return replace(p, graphs={p.first: replace(p.graphs[p.first], regions=regions)})

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,12 +23,10 @@ from hapx.errors import CaptureError, UnsupportedOperatorError
 from hapx.graph import normalize_args as arguments
 from hapx.graph.capture_inputs import unique_name
 from hapx.graph.normalize_args import name_of
-from hapx.graph.normalize_autocast import CASTABLE, Policies, call_with, tensors_in
+from hapx.graph.normalize_autocast import Caster, call_with, fakes
 from hapx.graph.normalize_flatten import Call, Slot, slots_in
 from hapx.graph.regions import Mark
 from hapx.ir import DTYPE_BYTES, FLOATING, Kind, Node, OpCall, Ref, TensorRef
-
-CAST = "aten.to.dtype"
 
 
 @dataclass
@@ -47,8 +44,7 @@ class Emitter:
     def __init__(self, used: set[str], device: torch.device):
         self.normal = Normal()
         self._used = used
-        self._policies = Policies("cuda" if device.type == "cuda" else "cpu")
-        self._casts: dict[tuple[int | None, str, torch.dtype], Slot] = {}
+        self._caster = Caster("cuda" if device.type == "cuda" else "cpu", self._cast, self._of_parameter)
         self._alive: list[Tensor] = []  # fakes are kept: a freed storage's address could come again
         self._alias: dict[int, int] = {}
         self._group: dict[int, list[Slot]] = {}
@@ -67,7 +63,7 @@ class Emitter:
         """Emit all calls. `results`: slots that are read after the last one."""
         self._last_use = {id(slot): i for i, call in enumerate(calls) for slot in call.slots()}
         self._last_use |= {id(slot): len(calls) for slot in results}
-        with torch.autocast(self._policies.device, enabled=False):
+        with torch.autocast(self._caster.device, enabled=False):
             for i, call in enumerate(calls):
                 if call.mark.grad:
                     self._detached.clear()
@@ -106,8 +102,8 @@ class Emitter:
         if not call.mark.grad:
             bound = {k: self._without_grad(v, call) for k, v in bound.items()}
         bound = self._pin_dtype(op, bound)
-        bound, casts = self._autocast(op, bound, call)
-        result = self._run(op, bound, casts)
+        bound, casts = self._caster.arguments(op, bound, call)
+        result = call_with(op, fakes(bound, casts))
         slots = [out] if isinstance(out, Slot) else list(out)
         results = [result] if isinstance(result, Tensor) else list(result)
         assert len(slots) == len(results), (name_of(op), len(slots), len(results))
@@ -123,59 +119,24 @@ class Emitter:
         devices = arguments.device_arguments(op)
         plain = tuple((k, None if k in devices else v) for k, v in plain)
         tags = ("random",) if arguments.is_random(op) else ()
-        node = Node(OpCall(name_of(op), plain), tuple(outputs), call.module, call.mark.source, (None,) * len(outputs), tags, plain_casts(casts))
+        node = Node(OpCall(name_of(op), plain), tuple(outputs), call.module, call.mark.source, (None,) * len(outputs), tags, casts)
         self.normal.nodes.append(node)
         self.normal.marks.append(call.mark)
-
-    def _run(self, op: torch._ops.OpOverload, bound: Mapping[str, Any], casts: Mapping[str, torch.dtype] | None = None) -> Any:
-        """The operator on fake tensors, some of them cast before."""
-        return call_with(op, {k: _to_fake(v, casts or {}) for k, v in bound.items()})
 
     def _pin_dtype(self, op: torch._ops.OpOverload, bound: Mapping[str, Any]) -> Mapping[str, Any]:
         """Write down the dtype that a factory took from torch's default."""
         if "dtype" not in bound or bound["dtype"] is not None or any(slots_in(tuple(bound.values()))):
             return bound
-        result = self._run(op, bound)
+        result = call_with(op, fakes(bound))
         return {**bound, "dtype": result.dtype} if isinstance(result, Tensor) else bound
-
-    # autocast
-
-    def _autocast(self, op: torch._ops.OpOverload, bound: Mapping[str, Any], call: Call) -> tuple[Mapping[str, Any], dict[str, torch.dtype]]:
-        """The arguments as autocast gives them to the call: values cast by nodes; parameters, by name, to be cast by the call."""
-        if call.mark.autocast is None or name_of(op) == CAST:
-            return bound, {}
-        lower, values = getattr(torch, call.mark.autocast), {k: _to_fake(v) for k, v in bound.items()}
-        target = self._policies.target(op, values, lower)
-        casts: dict[str, torch.dtype] = {}
-        changed = bound if target is None else {k: self._cast_argument(v, target, call, casts) for k, v in bound.items()}
-        expected = self._policies.results(op, values, lower)
-        if expected != tuple(t.dtype for t in tensors_in(self._run(op, changed, casts))):
-            raise CaptureError(
-                f"what autocast does to {name_of(op)} cannot be expressed by casts of its arguments",
-                where=call.where,
-                hint="call it with autocast disabled",
-            )
-        return changed, casts
-
-    def _cast_argument(self, value: Any, target: torch.dtype, call: Call, casts: dict[str, torch.dtype]) -> Any:
-        if isinstance(value, tuple | list):
-            return type(value)(self._cast_argument(v, target, call, casts) for v in value)
-        if not isinstance(value, Slot) or value.fake is None or value.fake.dtype == target or value.fake.dtype not in CASTABLE:
-            return value
-        kind, _ = self._root_kind.get(value.storage, (Kind.VALUE, ""))
-        if kind is Kind.PARAMETER:
-            casts[value.name] = target
-            return value
-        key = (call.mark.checkpoint, value.name, target)
-        if key not in self._casts:
-            twin = Slot()
-            self._cast(replace(call, base="to", written=None), value, target, twin)
-            self._casts[key] = twin
-        return self._casts[key]
 
     def _cast(self, call: Call, source: Slot, dtype: torch.dtype, out: Slot) -> None:
         bound = {"self": source, "dtype": dtype, "non_blocking": False, "copy": False, "memory_format": None}
         self._compute(call, torch.ops.aten.to.dtype, bound, out)
+
+    def _of_parameter(self, slot: Slot) -> bool:
+        """Whether a slot holds a parameter or a view of one."""
+        return self._root_kind.get(slot.storage, (Kind.VALUE, ""))[0] is Kind.PARAMETER
 
     def _tensor(self, name: str, fake: Tensor, kind: Kind, call: Call) -> TensorRef:
         if any(not isinstance(n, int) for n in fake.shape):
@@ -212,7 +173,7 @@ class Emitter:
     def _identity(self, call: Call, bound: Mapping[str, Any]) -> None:
         source = next(iter(bound.values()))
         if call.out is not source:
-            self._assign(call.out, source.name, self._run(call.op, bound))
+            self._assign(call.out, source.name, call_with(call.op, fakes(bound)))
 
     def _detach_in_place(self, call: Call, slot: Slot) -> None:
         assert slot.fake is not None
@@ -354,19 +315,6 @@ def tensor_ref(name: str, fake: Tensor, kind: Kind, where: str) -> TensorRef:
 
 def _storage(fake: Tensor) -> int:
     return int(fake.untyped_storage()._cdata)
-
-
-def _to_fake(value: Any, casts: Mapping[str, torch.dtype] = MappingProxyType({})) -> Any:
-    if isinstance(value, Slot):
-        assert value.fake is not None
-        return value.fake.to(casts[value.name]) if value.name in casts else value.fake
-    if isinstance(value, tuple | list):
-        return type(value)(_to_fake(v, casts) for v in value)
-    return value
-
-
-def plain_casts(casts: Mapping[str, torch.dtype]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, str(dtype).removeprefix("torch.")) for name, dtype in casts.items())
 
 
 def _to_ref(value: Any) -> Ref | None:
