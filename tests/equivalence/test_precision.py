@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,14 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from hapx.collectives.communicator import create_groups
+from hapx.cost.remat import with_blocks
+from hapx.graph.capture import capture
 from hapx.plan import Plan
 from hapx.planner import plan_module
 from hapx.restriction import Restriction
 from hapx.runtime.executor import Executor
 from hapx.runtime.scaler import GradScaler
+from hapx.theory.derive import derive
+from hapx.theory.triple import Theory
+from support.cases import MESHES
 from support.clusters import FOUR
 from support.equivalence import run_ranks, train_rank, train_single, uses_of
 from support.models import CNN, GPT, MLP
+from support.random_programs import random_plan
 
 STEPS, BATCH, ORDERS = 50, 10, 12
 LOWER = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -201,3 +208,37 @@ def test_accumulated_gradients_are_summed_in_the_dtype_that_was_chosen() -> None
     for name, g in exact.items():
         assert torch.equal(low[name], low[name].bfloat16().float()), name
         assert torch.allclose(low[name], g, rtol=0, atol=2 * torch.finfo(torch.bfloat16).eps * largest), name
+
+
+# ---- random programs: every operator and composite of the models gets the dtypes that it expects -----------------------------------
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": partial(GPT, 11, 12, 3, 2, 4, dtype=torch.float32), "cnn": cnn}
+
+
+def one_batch(model: str, step: int) -> tuple[Tensor, ...]:
+    example: tuple[Tensor, ...] = MODELS[model]().example(5, seed=step)  # type: ignore[operator]
+    return example
+
+
+@cache
+def theory_under_autocast(model: str, dtype: str, mesh: str) -> Theory:
+    with torch.autocast("cpu", LOWER[dtype]):
+        return derive(with_blocks(capture(MODELS[model](), one_batch(model, 0))), MESHES[mesh])
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 8))])
+@pytest.mark.parametrize("mesh", ["3", "2x2"])
+@pytest.mark.parametrize("dtype", LOWER)
+@pytest.mark.parametrize("model", MODELS)
+def test_random_programs_under_autocast(model: str, dtype: str, mesh: str, seed: int) -> None:
+    plan = random_plan(theory_under_autocast(model, dtype, mesh), Random(seed))
+    module, eps = MODELS[model](), torch.finfo(LOWER[dtype]).eps
+    with torch.autocast("cpu", LOWER[dtype]):
+        loss = module(*one_batch(model, 0))
+    loss.backward()
+    expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    largest = max(float(g.abs().max()) for g in expected.values())
+    for trace in run_ranks(plan, train_rank, plan, MODELS[model], partial(one_batch, model), 1, "sgd"):
+        assert trace.losses[0] == pytest.approx(float(loss.detach()), rel=8 * eps)
+        for name, g in expected.items():
+            assert torch.allclose(trace.gradients[0][name], g, rtol=0, atol=32 * eps * largest), name

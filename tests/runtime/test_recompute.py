@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from random import Random
 from threading import current_thread
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from hapx.api import HAP
 from hapx.collectives.communicator import create_groups
 from hapx.collectives.freed import freeing
-from hapx.cost.remat import chosen_blocks
+from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.graph.capture import capture
 from hapx.ir import Graph
 from hapx.plan import Plan
@@ -25,10 +26,14 @@ from hapx.planner import plan_graphs
 from hapx.restriction import Restriction
 from hapx.runtime.executor import Executor
 from hapx.runtime.recompute import Recomputed
+from hapx.theory.derive import derive
+from hapx.theory.triple import Theory
+from support.cases import MESHES
 from support.clusters import FOUR, ONE
 from support.equivalence import Trace, compare, make_optimizer, run_ranks, train_rank, train_single, uses_of
 from support.models import CNN, GPT, _initialise
 from support.pool import pool
+from support.random_programs import random_plan
 
 STEPS = 2
 
@@ -265,3 +270,28 @@ def test_regions_can_be_read() -> None:
     assert "recomputed_2 = self.recomputed_2(" in top
     assert "all_gather_blocks_0_up_weight" not in top  # gathered inside, and again in backward
     assert "all_gather_blocks_0_up_weight" in first
+
+
+# ---- random programs: regions under any legal placements -----------------------------------------------------------------------
+
+RANDOM = partial(GPT, 11, 12, 3, 2, 4)
+
+
+def random_inputs(step: int) -> tuple[Tensor, ...]:
+    example: tuple[Tensor, ...] = RANDOM().example(5, seed=step)
+    return example
+
+
+@cache
+def random_theory(mesh: str) -> Theory:
+    return derive(with_blocks(capture(RANDOM(), random_inputs(0))), MESHES[mesh])
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 12))])
+@pytest.mark.parametrize("mesh", ["3", "2x2"])
+def test_random_programs_with_regions(mesh: str, seed: int) -> None:
+    plan = random_plan(random_theory(mesh), Random(seed))
+    plan.verify()
+    single = train_single(RANDOM, random_inputs, STEPS, "sgd")
+    for rank, trace in enumerate(run_ranks(plan, train_rank, plan, RANDOM, random_inputs, STEPS, "sgd")):
+        compare(trace, single, f"rank {rank}")
