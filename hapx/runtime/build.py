@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +29,9 @@ from hapx.collectives.conversion import Conversion
 from hapx.collectives.freed import cast_again
 from hapx.collectives.rng import Rng
 from hapx.errors import PlanError
-from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef, TorchConst, Value
-from hapx.layout import local_offset
-from hapx.plan import Axes, Communication, Instruction, LocalBlock, LocalIndices, LocalOffset, LocalShape, Plan, ProgramKey, Triple
+from hapx.ir import Graph, Kind, OpCall, TensorRef
+from hapx.plan import Communication, Instruction, Plan, ProgramKey, Triple
+from hapx.runtime.calls import Arguments, Composite, fill_all, find_operator, returns_several
 from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example
 from hapx.runtime.gradients import BUCKET_BYTES, Key, Layout, Pass, Use, bucket_layout
 from hapx.runtime.local import Communicators, Position
@@ -57,36 +57,6 @@ class Synchronise(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.key[0]}: gradients are summed over axes {self.key[1]}"
-
-
-class Composite(nn.Module):
-    """A call of a composite; tensors are passed, everything else is bound."""
-
-    def __init__(self, target: str, function: Callable[..., Any], arguments: tuple[tuple[str, Any], ...]):
-        super().__init__()
-        self.target, self.function, self.arguments = target, function, arguments
-
-    def forward(self, *operands: Tensor) -> Any:
-        remaining = iter(operands)
-        return self.function(**{name: _fill(value, remaining) for name, value in self.arguments})
-
-    def extra_repr(self) -> str:
-        return f"{self.target}({', '.join(f'{k}={v}' for k, v in self.arguments if not isinstance(v, Tensor | Ref))})"
-
-
-def _fill(value: Any, operands: Any) -> Any:
-    """`value` with every Ref replaced by the next operand."""
-    if isinstance(value, Ref):
-        return next(operands)
-    return tuple(_fill(v, operands) for v in value) if isinstance(value, tuple) else value
-
-
-def _fill_all(args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with its operands in their places, in order of occurrence (keyword arguments come last in schemas)."""
-    remaining = iter(operands)
-    filled = _fill(args, remaining), {k: _fill(v, remaining) for k, v in kwargs.items()}
-    assert next(remaining, None) is None, "operands are left over"
-    return filled
 
 
 @dataclass(frozen=True)
@@ -146,6 +116,7 @@ class _Builder:
         self.stored = frozenset(self.program.needs)
         self.key, self.position, self.communicators, self.rng, self.device = key, Position.of(stage, key, rank), communicators, rng, device
         self.local_inputs, self.gradient_dtype = local_inputs, gradient_dtype
+        self.arguments = Arguments(self.position, communicators, rng, device)
         self.root, self.modules = nn.Module(), Names(dir(nn.Module()))
         self.top = self.scope = Scope()
         self.entered: dict[Key, fx.Node] = {}
@@ -283,16 +254,16 @@ class _Builder:
         outputs, operands = made.outputs, [self._operand(p, dict(made.casts)) for p in triple.pre]
         label = identifier(call.op.split(".", 1)[1])
         if call.target in COMPOSITES:
-            arguments = tuple((name, self._bound(name, value)) for name, value in call.args)
+            arguments = tuple((name, self.arguments.bound(name, value)) for name, value in call.args)
             module = Composite(call.target, COMPOSITES[call.target], arguments)
             node, listed = self._submodule(label, module, *operands), len(outputs) > 1
         else:
             function = find_operator(call.target)
-            listed = _returns_several(function)
-            args, kwargs = self._arguments(function, call)
+            listed = returns_several(function)
+            args, kwargs = self.arguments.of(function, call)
             stand_in = self._stand_in(triple, call, function, args, kwargs, listed)
             if stand_in is None:
-                args, kwargs = _fill_all(args, kwargs, operands)
+                args, kwargs = fill_all(args, kwargs, operands)
                 name = label if listed else identifier(outputs[0].name)
                 node = self.scope.graph.create_node("call_function", function, args, kwargs, name=name)
             else:
@@ -325,7 +296,7 @@ class _Builder:
         if triple.pre and all(0 in s for s in shapes):
             read = self.graph.nodes[triple.node].reads
             examples = [example(s, getattr(torch, read(r)), r.requires_grad, self.device) for s, r in zip(local, refs, strict=True)]
-            if accepts(function, *_fill_all(args, kwargs, examples), shapes):
+            if accepts(function, *fill_all(args, kwargs, examples), shapes):
                 return None
             described = [(s, getattr(torch, r.dtype), r.requires_grad) for s, r in zip(shapes, outputs, strict=True)]
             return EmptyCall(call.target, described, listed, saves=call.op in CONVOLUTIONS)
@@ -333,75 +304,8 @@ class _Builder:
             return EmptyConvolution(call.target, shapes[0])
         return None
 
-    def _arguments(self, function: torch._ops.OpOverload, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional arguments up to the last one that is not a default, and keyword arguments; Refs in the places of operands."""
-        values = {name: self._bound(name, value) for name, value in call.args}
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        for argument in function._schema.arguments:
-            value = values.get(argument.name, argument.default_value)
-            if argument.name == "device" and value is None and not call.refs():
-                value = self.device  # factories make their tensor where this rank computes
-            if not argument.kwarg_only:
-                args.append(value)
-            elif not _is_default(argument, value):
-                kwargs[argument.name] = value
-        positional = [a for a in function._schema.arguments if not a.kwarg_only]
-        while args and _is_default(positional[len(args) - 1], args[-1]):
-            args.pop()
-        return tuple(args), kwargs
-
-    def _bound(self, name: str, value: Value) -> Any:
-        """An argument as this device sees it; Refs stay."""
-        sizes, lengths, mine = self.position.mesh.sizes, self.position.lengths, self.position.coordinates
-        if name == "rng" and value is None:
-            return self.rng
-        if isinstance(value, LocalShape):
-            return list(self.position.shape(value.shape, value.placement))
-        if isinstance(value, LocalOffset):
-            return local_offset(value.dim, value.placement, sizes, lengths, mine)
-        if isinstance(value, LocalIndices):
-            found = self.position.indices(value.shape, value.placement)
-            return tuple(None if i is None else torch.from_numpy(i).to(self.device) for i in found)
-        if isinstance(value, LocalBlock):
-            return self.position.block(value.placement, value.axis)
-        if isinstance(value, Axes):
-            return self.communicators[value.axes] if value.axes else None
-        if isinstance(value, TorchConst):
-            return getattr(torch, value.name)
-        if isinstance(value, tuple):
-            return tuple(self._bound("", v) for v in value)
-        return value
-
 
 def _with_states(placement: Placement, states: Mapping[int, Any]) -> Placement:
     for axis, state in states.items():
         placement = placement.with_state(axis, state)
     return placement
-
-
-def find_operator(target: str) -> torch._ops.OpOverload:
-    """The overload named "aten.linear.default". Raises PlanError for one that is not there."""
-    try:
-        namespace, name, overload = target.split(".")
-        found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    except (ValueError, AttributeError):
-        raise PlanError(
-            f"there is no operator {target!r}", hint="import the library that registers it, or plan again with this version of torch"
-        ) from None
-    assert isinstance(found, torch._ops.OpOverload)
-    return found
-
-
-def _returns_several(function: torch._ops.OpOverload) -> bool:
-    returns = function._schema.returns
-    return len(returns) > 1 or not isinstance(returns[0].type, torch.TensorType)
-
-
-def _is_default(argument: Any, value: Any) -> bool:
-    if not argument.has_default_value():
-        return False
-    default = argument.default_value
-    if isinstance(value, tuple | list) and isinstance(default, list):
-        return list(value) == default
-    return type(value) is type(default) and bool(value == default)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hapx.runtime.build import find_operator
+from hapx.runtime.calls import find_operator
 from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example
 
 CPU = torch.device("cpu")
