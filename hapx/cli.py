@@ -71,13 +71,14 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here (JSON).")] = None,
     strategy: Annotated[str, typer.Option(help="auto, dp-even, dp-proportional, zero, tensor-parallel.")] = "auto",
     optimizer: Annotated[str, typer.Option(help="For the memory model.")] = "adamw",
+    remat: Annotated[str, typer.Option(help="auto, none, blocks: compute repeated blocks again in backward.")] = "auto",
 ) -> None:
     """Finds the fastest program for a model on a cluster and prints the plan."""
     with _one_line():
         from hapx.cluster.spec import ClusterSpec
-        from hapx.restriction import restriction
+        from hapx.restriction import restriction, with_remat
 
-        spec, allowed = ClusterSpec.load(cluster), restriction(strategy)  # before torch is loaded: mistakes are told at once
+        spec, allowed = ClusterSpec.load(cluster), with_remat(restriction(strategy), remat)  # before torch is loaded: mistakes are told at once
         if out is not None and not out.parent.is_dir():
             _fail(f"--out {out}: there is no directory {out.parent}")
         module, example_inputs = load_target(target)

@@ -139,7 +139,8 @@ def _show(value: Value) -> str:
 class Node:
     """One operator call. `module`: path of the module that made it; `source`: "file:line: code" of the user's line;
     `batch_dims`: per output, the dim that runs over the batch, if any.
-    `tags`: what makes the operator need a rule: "random", "in place", "data-dependent"."""
+    `tags`: what makes the operator need a rule: "random", "in place", "data-dependent".
+    `casts`: (parameter or view of one, dtype): operands that the call reads in another dtype than their own, under autocast."""
 
     call: OpCall
     outputs: tuple[TensorRef, ...]
@@ -147,19 +148,34 @@ class Node:
     source: str
     batch_dims: tuple[int | None, ...]
     tags: tuple[str, ...] = ()
+    casts: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        return f"{', '.join(map(str, self.outputs))} = {self.call}"
+        reads = f" reading {', '.join(f'%{name} as {dtype}' for name, dtype in self.casts)}" if self.casts else ""
+        return f"{', '.join(map(str, self.outputs))} = {self.call}{reads}"
+
+    def reads(self, ref: TensorRef) -> str:
+        """The dtype in which the call reads an operand."""
+        return dict(self.casts).get(ref.name, ref.dtype)
+
+
+# options of a checkpoint region that the planner has chosen
+CHOSEN: tuple[tuple[str, Value], ...] = (("chosen", True),)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A run of nodes [start, stop) under an activation checkpoint, an autocast or a no_grad context."""
+    """A run of nodes [start, stop) under an activation checkpoint, an autocast or a no_grad context. `chosen`: the planner's checkpoint,
+    not the model's."""
 
     kind: Literal["checkpoint", "autocast", "no_grad"]
     start: int
     stop: int
     options: tuple[tuple[str, Value], ...] = ()
+
+    @property
+    def chosen(self) -> bool:
+        return self.options == CHOSEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +206,7 @@ class Graph:
     `mode`: train or eval. `input_names`: the user's inputs, flattened, in order. `batch`: size of the batch.
     `constants`: flat values of the small constant tensors that the model makes in forward.
     `returns`: the container that the module returns (None: the loss alone).
-    `hash` identifies the computation (no devices, no weights).
+    `hash` identifies the computation (no devices, no weights, no regions that the planner has chosen).
     """
 
     refs: Mapping[str, TensorRef]
@@ -220,6 +236,12 @@ class Graph:
             for name in dict.fromkeys(node.call.refs()):
                 uses[name].append(i)
         return {k: tuple(v) for k, v in uses.items()}
+
+    @cached_property
+    def recomputed(self) -> frozenset[str]:
+        """Tensors made by nodes under an activation checkpoint: in training they are made again in backward."""
+        inside = [self.nodes[i] for r in self.regions if r.kind == "checkpoint" for i in range(r.start, r.stop)]
+        return frozenset(o.name for n in inside for o in n.outputs)
 
     @cached_property
     def loss(self) -> str:

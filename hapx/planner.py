@@ -24,12 +24,13 @@ from hapx.balancer.rounding import Lengths, fit, improve, per_device, round_rati
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
+from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.cost.terms import Vector
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
-from hapx.restriction import Restriction, restriction
+from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import simulate_program
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
@@ -303,8 +304,7 @@ def plan_graphs(
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
     counters = Counters()
-    setting = Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer)
-    best = plan_spmd(setting, counters)[0]
+    setting, best = _with_remat(Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer), counters)
     told = {"capture_time": capture_time, "coverage": coverage(setting.graph).as_dict(), **counters.as_dict()}
     plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, told)
     for graph, key in zip(graphs[1:], named[1:], strict=True):
@@ -312,16 +312,27 @@ def plan_graphs(
     return plan
 
 
+def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> tuple[Setting, Candidate]:
+    """The best candidate, and its setting: with blocks computed again in backward where the restriction says so, or nothing fits otherwise."""
+    remat = setting.rule.remat
+    blocks = replace(setting, graph=with_blocks(setting.graph)) if remat != "none" and setting.graph.mode == "train" else setting
+    if remat != "blocks" or blocks.graph is setting.graph:
+        try:
+            return setting, plan_spmd(setting, counters, meshes)[0]
+        except InsufficientMemoryError:
+            if blocks.graph is setting.graph:
+                raise
+    return blocks, plan_spmd(blocks, counters, meshes)[0]
+
+
 def plan_module(
     module: nn.Module, cluster: ClusterSpec, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None, strategy: str | Restriction = "auto",
     optimizer: str = "adamw", precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto", autocast: str | None = None,
 ) -> Plan:  # fmt: skip
     """Captures a module and plans it. Never reads or changes its values."""
-    if remat not in ("auto", "none"):
-        raise HapError(f"remat={remat!r}", where="plan", allowed='"auto" or "none"')
     if micro_batches not in ("auto", 1):
         raise HapError(f"micro_batches={micro_batches!r}", where="plan", allowed='"auto" or 1')
-    rule = restriction(strategy)  # a wrong name is reported before the long part
+    rule = with_remat(restriction(strategy), remat)  # wrong names are reported before the long part
     from hapx.graph.capture import capture  # torch is needed only to capture
 
     began = time.perf_counter()
@@ -341,9 +352,11 @@ def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     fixed = {cut: own for cut, own in stage.lengths[plan.first].items() if cut in kept}
     counters = Counters()
     rule = replace(plan.restriction, storage="auto") if plan.restriction.storage == "as-used" else plan.restriction
+    if chosen_blocks(plan.graphs[plan.first]):
+        rule = replace(rule, remat="blocks")
     setting = Setting(graph, key, plan.cluster, rule, plan.precision, plan.optimizer, given, fixed, stage.shares)
-    best = plan_spmd(setting, counters, [stage.mesh])[0]
-    return extended(plan, best, graph, key, counters.as_dict())
+    setting, best = _with_remat(setting, counters, [stage.mesh])
+    return extended(plan, best, setting.graph, key, counters.as_dict())
 
 
 def key_of(graph: Graph, autocast: str | None = None) -> ProgramKey:

@@ -9,7 +9,7 @@ product of the same size per operand that requires a gradient, everything else m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from hapx.cost.contractions import CONTRACTIONS, STATES_KEPT
@@ -84,7 +84,16 @@ def is_view(graph: Graph, node: Node) -> bool:
 
 
 def work(graph: Graph, node: Node) -> Work:
-    """FLOPs and bytes of a node. Constants are made once, not in every iteration: they cost nothing."""
+    """FLOPs and bytes of a node. Constants are made once, not in every iteration: they cost nothing. Under an activation checkpoint, backward
+    computes the node again."""
+    does = _work(graph, node)
+    if does is NOTHING or node.outputs[0].name not in graph.recomputed:
+        return does
+    back = (*does.moved, *does.moved_back)
+    return replace(does, backward=does.forward + does.backward, moved_back=back, kernels_back=does.kernels_back + 1)
+
+
+def _work(graph: Graph, node: Node) -> Work:
     if is_view(graph, node) or all(o.kind is Kind.CONSTANT for o in node.outputs):
         return NOTHING
     operands = [graph.refs[name] for name in node.call.refs()]
@@ -93,6 +102,7 @@ def work(graph: Graph, node: Node) -> Work:
         return _embedding(graph, node, gradient)
     moved = [(t.name, float(t.bytes)) for t in (*operands, *node.outputs)]
     moved += [(name, size) for name, size in hidden(graph, node)]
+    moved += [(name, 2.0 * graph.refs[name].size * DTYPE_BYTES[dtype]) for name, dtype in node.casts]
     back = tuple((name, 2 * size) for name, size in moved) if gradient else ()
     forward, backward, of_weight, kernels = _flops(graph, node)
     if not gradient:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
@@ -191,12 +192,14 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
     A forward that sets attributes when it is called first (hooks that it installs, tables that it notes) is traced as it is from then on, if
     that is the same computation. One that goes on changing them is refused."""
     with _quiet(), _same_generators(device), same_module(module), _mode(module, training), torch.enable_grad(), preserve_node_meta():
-        program, seen = _export(module, inputs, device, loss_fn)
+        with _off_meta(module, device) as device:
+            twins = inputs.empty_twins(device)
+        program, seen = _export(module, inputs, twins, device, loss_fn)
         if seen.changes.names:
             names = seen.changes.names
             first, settled = _text(program), seen.changes.repeat(module)
             if settled:
-                program, seen = _export(module, inputs, device, loss_fn)
+                program, seen = _export(module, inputs, twins, device, loss_fn)
             if not settled or seen.changes.names or _text(program) != first:
                 raise CaptureError(
                     f"forward changes {', '.join(names)}: a captured program would not",
@@ -207,10 +210,12 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
     return Trace(program, "module.", seen.places, seen.container, literals, device)
 
 
-def _export(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Callable[..., Tensor] | None) -> tuple[ExportedProgram, _Seen]:
+def _export(
+    module: nn.Module, inputs: Inputs, twins: Any, device: torch.device, loss_fn: Callable[..., Tensor] | None
+) -> tuple[ExportedProgram, _Seen]:
     wrapper = _Traced(module, inputs, loss_fn, device)
     try:
-        return torch.export.export(wrapper, inputs.empty_twins(device), strict=False), wrapper.seen
+        return torch.export.export(wrapper, twins, strict=False), wrapper.seen
     except HapError:
         raise
     except Exception as error:
@@ -243,6 +248,31 @@ def _same_generators(device: torch.device) -> Iterator[None]:
             yield
     finally:
         random.setstate(state)
+
+
+@contextmanager
+def _off_meta(module: nn.Module, device: torch.device) -> Iterator[torch.device]:
+    """For a module on `meta`: gives it fake tensors on a real kind of device, without memory, and makes such tensors inside; autocast does
+    nothing on `meta`. (`_same_module` puts the old ones back.)"""
+    if device.type != "meta":
+        yield device
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        done: dict[int, Tensor] = {}
+        for m in module.modules():
+            for own in (m._parameters, m._buffers):
+                for name, t in own.items():
+                    if t is not None and id(t) not in done:
+                        done[id(t)] = _on(t, device)
+                    own[name] = None if t is None else done[id(t)]  # type: ignore[assignment]
+        yield device
+
+
+def _on(t: Tensor, device: torch.device) -> Tensor:
+    """An empty tensor like a `meta` one."""
+    new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+    return nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new
 
 
 @contextmanager
