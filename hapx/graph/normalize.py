@@ -212,7 +212,7 @@ class Emitter:
             self._compute(call, call.op, {**bound, "tensors": some}, call.out)
         else:
             (only,) = some
-            self._assign(call.out, only.name, self._run(torch.ops.aten.clone.default, {"self": only, "memory_format": None}, call.mark))
+            self._compute(call, torch.ops.aten.clone.default, {"self": only, "memory_format": None}, call.out)
 
     # writes in place
 
