@@ -11,6 +11,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Literal
 
+from hapx.rules import Probed, Rule
+
 
 class Kind(Enum):
     """What a tensor is. CONSTANT: does not depend on inputs; recomputed by the executor or stored as data, never trained."""
@@ -176,7 +178,7 @@ class Graph:
     `segment_of`, per node. `block_of`, per node: (block kind, repetition) of repeated blocks or None.
     `mode`: train or eval. `input_names`: the user's inputs, flattened, in order. `batch`: size of the batch.
     `constants`: flat values of the small constant tensors that the model makes in forward.
-    `hash` identifies the computation (no devices, no weights).
+    `hash` identifies the computation (no devices, no weights). `probed`: what execution showed of operators that have no entry in the table.
     """
 
     refs: Mapping[str, TensorRef]
@@ -191,6 +193,12 @@ class Graph:
     mode: Literal["train", "eval"]
     constants: Mapping[str, tuple[float | int | bool, ...]]
     hash: str
+    probed: tuple[Probed, ...] = ()
+
+    @cached_property
+    def probed_rules(self) -> Mapping[int, tuple[Rule, ...]]:
+        """Node -> rules that were found by execution."""
+        return {i: p.rules for p in self.probed for i in p.nodes}
 
     @cached_property
     def producer(self) -> Mapping[str, int]:

@@ -24,6 +24,7 @@ from hapx.plan import VERSION, Communication, LocalBlock, LocalIndices, LocalOff
 from hapx.simulate import simulate_program
 from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
 from hapx.theory.derive import derive
+from hapx.theory.discover import verify_probed
 from hapx.theory.replay import replay
 from hapx.theory.triple import Theory
 
@@ -123,6 +124,7 @@ def _verify_graph(plan: Plan, key: ProgramKey, graph: Graph) -> None:
     if key.autocast is not None and (key.autocast not in FLOATING or key.autocast not in under):
         raise PlanError(f"under autocast {key.autocast}, but no part of the graph is", where=where)
     _verify_tensors(graph, where)
+    verify_probed(graph, where)
     count = len(graph.nodes)
     if graph.segment_of != (0,) * count or graph.block_of != find_blocks(graph.nodes, graph.refs):
         raise PlanError("the segments or repeated blocks are not those of its nodes", where=where)

@@ -44,6 +44,7 @@ from hapx.plan import (
     Triple,
 )
 from hapx.restriction import AUTO, BASELINES
+from hapx.rules import Probed, Rule, Site
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Property, Row, Sharded
 
 SPEC = Path(__file__).parents[1] / "cluster_specs"
@@ -69,7 +70,7 @@ def small_plan(repetitions: int = 1) -> Plan:
         refs={t.name: t for t in (x, w, *values, loss)}, nodes=tuple(nodes), outputs=(Output("loss", "loss"),),
         regions=(Region("autocast", 0, 1, (("dtype", TorchConst("dtype", "bfloat16")),)),), tied=(("w", "head.w"),), segment_of=(0,) * len(nodes),
         block_of=(*((0, i) for i in range(repetitions)), None), input_names=("x",), batch=8, mode="train",
-        constants={"c": (1, 2.5, True)}, hash="abc",
+        constants={"c": (1, 2.5, True)}, hash="abc", probed=(Probed("mylib.twist.default", (0,), (Rule((Site(0),), (PARTIAL,)),), "a note"),),
     )  # fmt: skip
     shard, whole = Placement((Sharded(0, 1, 1, CUT),)), Placement((REPLICATED,))
     instructions = [

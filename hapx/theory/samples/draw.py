@@ -34,13 +34,14 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One operand. `grad`: whether a gradient is asked for (floating operands only)."""
+    """One operand. `grad`: whether a gradient is asked for (floating operands only). `scale`: of normal numbers."""
 
     shape: tuple[int, ...]
     dtype: str = "float64"
     values: Values = Values.NORMAL
     limit: int = 0
     grad: bool = True
+    scale: float = 1.0
 
     @property
     def requires_grad(self) -> bool:
