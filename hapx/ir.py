@@ -138,7 +138,7 @@ def _show(value: Value) -> str:
 class Node:
     """One operator call. `module`: path of the module that made it; `source`: "file:line: code" of the user's line;
     `batch_dims`: per output, the dim that runs over the batch, if any.
-    `tags`: what makes the operator need a rule: "random", "in place", "data-dependent"."""
+    `tags`: what makes the operator need a rule: "random", "in place", "data-dependent", "dependent on strides"."""
 
     call: OpCall
     outputs: tuple[TensorRef, ...]

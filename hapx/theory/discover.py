@@ -39,7 +39,9 @@ def refuse(graph: Graph) -> None:
             raise UnsupportedOperatorError(
                 f"{node.call.target} is {' and '.join(node.tags)} and has no rule",
                 where=place(node),
-                hint="replace it by a deterministic operator, or register a rule for it",
+                hint="pass the random numbers as an input, or use torch's dropout"
+                if "random" in node.tags
+                else "replace it, or register a rule for it",
             )
 
 

@@ -267,7 +267,7 @@ REFUSED = [
     (stale, UnsupportedOperatorError, "another view is read later"),
     (parameter, CaptureError, "changes the parameter 'linear.weight'"),
     (under_no_grad, CaptureError, "needs a gradient, under no_grad"),
-    (random_write, UnsupportedOperatorError, "aten.uniform_.default writes into a tensor"),
+    (random_write, UnsupportedOperatorError, "aten.uniform_.default is random"),
 ]
 
 
