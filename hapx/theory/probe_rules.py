@@ -10,15 +10,16 @@ uneven lengths and lengths of zero, outputs and gradients. Kernels of custom ope
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from math import gcd, prod
 
 import torch
 
-from hapx.ir import FLOATING, Node, TensorRef
+from hapx.ir import FLOATING, Kind, Node, OpCall, Ref, TensorRef
 from hapx.rules import Rule, Site, Slot
 from hapx.states import PARTIAL, REPLICATED, Cut, Placement
 from hapx.theory.conversion import free
@@ -38,20 +39,45 @@ class Found:
 
 
 def find_rules(node: Node, operands: Sequence[TensorRef]) -> Found:
-    """The rules of a node, without those that follow from another by free conversions.
+    """The rules of a node, without those that follow from another by free conversions. Alike calls are probed once in a process.
 
     Raises Unprobed where execution says nothing, UnsupportedOperatorError where it says that the operator is random or in place."""
+    call, tensors = _anonymous(node, operands)
+    return _find(call, tensors, repr(call.call))
+
+
+@lru_cache(maxsize=1024)
+def _find(node: Node, operands: tuple[TensorRef, ...], text: str) -> Found:
+    """`text` tells calls apart that Python calls equal: 1, 1.0 and True."""
     with _quiet():
-        trials = Trials(node, tuple(operands))
+        trials = Trials(node, operands)
         candidates = [r for r in _candidates(trials) if trials.failure(r) is None]
         return Found(_strongest(trials, candidates), trials.differentiable)
 
 
 def recheck(node: Node, operands: Sequence[TensorRef], rules: Sequence[Rule]) -> str | None:
     """What is wrong with one of the rules, None if nothing is. Raises as `find_rules`."""
+    found = find_rules(node, operands).rules
     with _quiet():
-        trials = Trials(node, tuple(operands))
-        return next((f"{rule}: {wrong}" for rule in rules if (wrong := trials.failure(rule)) is not None), None)
+        others = [r for r in rules if r not in found]
+        trials = Trials(*_anonymous(node, operands)) if others else None
+        return next((f"{r}: {wrong}" for r in others if trials is not None and (wrong := trials.failure(r)) is not None), None)
+
+
+def _anonymous(node: Node, operands: Sequence[TensorRef]) -> tuple[Node, tuple[TensorRef, ...]]:
+    """Node and operands with names by position: equal for alike calls of one line."""
+    numbers: dict[str, str] = {}
+    for name in node.call.refs():
+        numbers.setdefault(name, f"x{len(numbers)}")
+    outputs = tuple(replace(r, name=f"out{i}") for i, r in enumerate(node.outputs))
+    call = OpCall(node.call.target, tuple((k, _renamed(v, numbers)) for k, v in node.call.args))
+    return replace(node, call=call, outputs=outputs), tuple(replace(r, name=numbers[r.name], kind=Kind.VALUE) for r in operands)
+
+
+def _renamed(value: object, names: Mapping[str, str]) -> object:
+    if isinstance(value, Ref):
+        return Ref(names[value.name])
+    return tuple(_renamed(v, names) for v in value) if isinstance(value, tuple) else value
 
 
 def is_registered(target: str) -> bool:

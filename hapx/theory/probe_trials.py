@@ -16,7 +16,7 @@ from math import gcd, prod
 from torch import Tensor
 
 from hapx.errors import UnsupportedOperatorError
-from hapx.ir import FLOATING, Node, OpCall, Ref, TensorRef
+from hapx.ir import FLOATING, Node, OpCall, TensorRef
 from hapx.rules import Rule, Site, Slot
 from hapx.states import Cut, Placement, Sharded, State
 from hapx.theory.probe import Truth, failure, run_alone, same
@@ -77,12 +77,7 @@ class Trials:
         if not operands:
             raise Unprobed("it has no tensor to split")
         self.node, self.operands = node, operands
-        names = node.call.refs()
-        numbers: dict[str, str] = {}
-        for name in names:
-            numbers.setdefault(name, f"x{len(numbers)}")
-        self.call = OpCall(node.call.target, tuple((k, _renamed(v, numbers)) for k, v in node.call.args))
-        self.refs = dict(zip((numbers[n] for n in names), operands, strict=True))
+        self.call, self.refs = node.call, {r.name: r for r in operands}
         self.sizes = sorted({n for r in operands for n in r.shape if n > 1})
         self.differentiable = True
         self.error, self.ran = "", False
@@ -220,12 +215,6 @@ def _shrunk(sizes: Sequence[int], small: Sequence[int]) -> dict[int, int]:
         base = next((b for b in reversed(found) if size % b == 0 and size // b <= RATIO), None)
         found[size] = found[base] * (size // base) if base is not None else next(n for n in fresh if n not in found.values())
     return found
-
-
-def _renamed(value: object, names: Mapping[str, str]) -> object:
-    if isinstance(value, Ref):
-        return Ref(names[value.name])
-    return tuple(_renamed(v, names) for v in value) if isinstance(value, tuple) else value
 
 
 def _numbers(call: OpCall) -> list[float]:
