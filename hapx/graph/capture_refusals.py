@@ -7,8 +7,10 @@ closures, and random numbers of Python, numpy or torch that a captured program w
 
 from __future__ import annotations
 
+import os
 import random
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -32,6 +34,7 @@ GRADIENTS: Mapping[str, str] = {
     "backward": "calls backward",
     "grad": "computes a gradient",
 }
+INSTALLED = tuple({sysconfig.get_path(k) + os.sep for k in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<"})
 PLAIN = (bool, int, float, str, tuple, list, dict, set, type(None))
 
 
@@ -102,8 +105,9 @@ def _is_same_state(a: Any, b: Any) -> bool:
     return all((x == y) if not hasattr(x, "all") else bool((x == y).all()) for x, y in zip(a, b, strict=True))
 
 
-def user_functions(module: nn.Module, loss_fn: Callable[..., Any] | None, internal: Callable[[str], bool]) -> Iterator[FunctionType]:
-    """The forward functions of all submodules, functions among their attributes, and the functions that these name."""
+def user_functions(module: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[FunctionType]:
+    """The forward functions of all submodules, functions among their attributes, and the functions that these name. Not those of installed
+    packages: their global variables are caches."""
     pending: list[Any] = [loss_fn, getattr(loss_fn, "forward", None)]
     for part in module.modules():
         pending += [type(part).forward, *vars(part).values()]
@@ -115,7 +119,7 @@ def user_functions(module: nn.Module, loss_fn: Callable[..., Any] | None, intern
             continue
         seen.add(id(function))
         pending.append(getattr(function, "__wrapped__", None))
-        if internal(function.__code__.co_filename):
+        if function.__code__.co_filename.startswith(INSTALLED):
             continue
         yield function
         pending += [function.__globals__.get(n) for n in _names(function.__code__)]

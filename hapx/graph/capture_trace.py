@@ -75,7 +75,7 @@ class _Traced(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         changes = _Changes()
-        world = World(user_functions(self.module, self._loss_fn[0], _internal), type(self.module).__name__)
+        world = World(user_functions(self.module, self._loss_fn[0]), type(self.module).__name__)
         with _same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device):
             outputs = self._call(tensors)
             _write_assigned_buffers(self.module, changes)

@@ -6,7 +6,9 @@ In a table: forward, what the message says, whether it names the line. `hapx.pla
 from __future__ import annotations
 
 import random
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -419,6 +421,15 @@ def test_globals_that_stay_as_they_are_are_fine() -> None:
         return h.mean() * len(SEEN) + TABLE.get("last", CALLS)
 
     assert [n.call.op for n in capture(Model(reads), (torch.randn(3, 4),)).nodes][-1] == "aten.add"
+
+
+def test_caches_of_installed_packages_are_fine() -> None:
+    """Their global variables are no state of the model. (As code of a package that counts its calls.)"""
+    space: dict[str, Any] = {"COUNT": [0]}
+    home = Path(sysconfig.get_path("purelib"), "somewhere", "library.py")
+    exec(compile("def helper(h):\n    COUNT.append(1)\n    return h\n", str(home), "exec"), space)
+    helper = space["helper"]
+    assert len(capture(Model(lambda m, h: helper(h).mean()), (torch.randn(3, 4),)).nodes) == 2
 
 
 def test_dropout_in_place_is_dropout() -> None:
