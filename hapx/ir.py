@@ -11,6 +11,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Literal
 
+from hapx.rules import Probed, Rule
+
 
 class Kind(Enum):
     """What a tensor is. CONSTANT: does not depend on inputs; recomputed by the executor or stored as data, never trained."""
@@ -139,7 +141,7 @@ def _show(value: Value) -> str:
 class Node:
     """One operator call. `module`: path of the module that made it; `source`: "file:line: code" of the user's line;
     `batch_dims`: per output, the dim that runs over the batch, if any.
-    `tags`: what makes the operator need a rule: "random", "in place", "data-dependent".
+    `tags`: what makes the operator need a rule: "random", "in place", "data-dependent", "dependent on strides".
     `casts`: (parameter or view of one, dtype): operands that the call reads in another dtype than their own, under autocast."""
 
     call: OpCall
@@ -207,6 +209,7 @@ class Graph:
     `constants`: flat values of the small constant tensors that the model makes in forward.
     `returns`: the container that the module returns (None: the loss alone).
     `hash` identifies the computation (no devices, no weights, no regions that the planner has chosen).
+    `probed`: what execution showed of operators that have no entry in the table.
     """
 
     refs: Mapping[str, TensorRef]
@@ -222,6 +225,12 @@ class Graph:
     constants: Mapping[str, tuple[float | int | bool, ...]]
     hash: str
     returns: Container | None = None
+    probed: tuple[Probed, ...] = ()
+
+    @cached_property
+    def probed_rules(self) -> Mapping[int, tuple[Rule, ...]]:
+        """Node -> rules that were found by execution."""
+        return {i: p.rules for p in self.probed for i in p.nodes}
 
     @cached_property
     def producer(self) -> Mapping[str, int]:

@@ -38,6 +38,7 @@ from hapx.synth.problem import Problem, build
 from hapx.synth.search import cheapest, least_memory, solve
 from hapx.synth.writer import Solution
 from hapx.theory.derive import derive
+from hapx.theory.discover import discover
 from hapx.theory.triple import Theory
 
 if TYPE_CHECKING:
@@ -301,6 +302,7 @@ def plan_graphs(
     keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0,
 ) -> Plan:  # fmt: skip
     """A plan for the first graph, which chooses mesh and storage, with further programs for the others."""
+    graphs = list(map(discover, graphs))
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
     counters = Counters()
@@ -346,6 +348,7 @@ def plan_module(
 def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     """The plan with a further program (another batch size, or evaluation): parameters stay where they are, in the lengths they have."""
     assert len(plan.stages) == 1, "one stage"
+    graph = discover(graph)
     stage = plan.stages[0]
     given = {name: storage.copies[0].placement for storage in plan.storage for name in (storage.name,)}
     kept = {s.cut for p in given.values() for s in p.states if hasattr(s, "cut")}

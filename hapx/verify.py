@@ -25,6 +25,7 @@ from hapx.plan import VERSION, Communication, LocalBlock, LocalIndices, LocalOff
 from hapx.simulate import simulate_program
 from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
 from hapx.theory.derive import derive
+from hapx.theory.discover import verify_probed
 from hapx.theory.replay import replay
 from hapx.theory.triple import Theory
 
@@ -124,6 +125,7 @@ def _verify_graph(plan: Plan, key: ProgramKey, graph: Graph) -> None:
     if key.autocast is not None and (key.autocast not in FLOATING or key.autocast not in under):
         raise PlanError(f"under autocast {key.autocast}, but no part of the graph is", where=where)
     _verify_tensors(graph, where)
+    verify_probed(graph, where)
     count = len(graph.nodes)
     _verify_regions(graph, where)
     if graph.segment_of != (0,) * count or graph.block_of != find_blocks(graph.nodes, graph.refs):

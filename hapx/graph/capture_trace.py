@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture_inputs import Inputs
 from hapx.graph.capture_outputs import container_of, split_output
+from hapx.graph.capture_refusals import World, is_inside_functorch_grad, refuse_gradients, user_functions
 from hapx.graph.capture_state import Changes, same_module, write_assigned_buffers
 from hapx.graph.regions import Mark
 from hapx.ir import Container
@@ -89,9 +90,11 @@ class _Traced(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         changes = self.seen.changes = Changes()
+        world = World(user_functions(self.module, self._loss_fn[0]), type(self.module).__name__)
         with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device, self.seen.literals):
             outputs = self._call(tensors)
             write_assigned_buffers(self.module, changes)
+        world.check()
         return outputs
 
     def _call(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -120,6 +123,7 @@ class _Recorder(TorchFunctionMode):
         if func.__name__ == "__get__":  # a property such as x.shape
             return func(*args, **(kwargs or {}))
         mark = self._mark(sys._getframe(1))
+        refuse_gradients(func, mark.where)
         if func.__name__ == "_pack_padded_sequence":
             raise CaptureError(
                 "packed sequences cannot be captured: their shapes depend on the values of the lengths",
@@ -151,6 +155,8 @@ class _Recorder(TorchFunctionMode):
         mark = Mark(file, line, code, self._number(checkpoint), torch.is_grad_enabled(), self._autocast())
         if function is not None:
             self._refuse(function, checkpoint, mark)
+        if is_inside_functorch_grad():
+            raise CaptureError("a gradient of torch.func cannot be captured", where=mark.where, hint="write the gradient as operators")
         return mark
 
     def _number(self, frame: FrameType | None) -> int | None:
@@ -303,9 +309,34 @@ def _explain(error: BaseException, model: str) -> CaptureError:
         )
     if "was assigned during export" in text or "were assigned during export" in text:
         return CaptureError(f"forward assigns a tensor to an attribute ({first})", where=where or model, hint="use register_buffer")
+    for sign, what, hint in KNOWN_FAILURES:
+        if sign in text or any(sign in file for file in _files(error)):
+            return CaptureError(what, where=where or model, hint=hint)
     return CaptureError(
         f"tracing forward failed with {kind}: {first}", where=where or model, hint="does model(*example_inputs) run? If so, rewrite this line"
     )
+
+
+# what a failure says, or a file of torch that it passes through; what is wrong in the user's words; what to do
+KNOWN_FAILURES = (
+    (".numpy() is not supported", "forward turns a tensor into a numpy array", "use torch operators: numpy's are not seen, nor differentiated"),
+    (
+        "fake tensor in the exported program constant",
+        "forward changes a tensor through .data or an attribute",
+        "use a registered buffer, or no .data",
+    ),
+    ("a leaf Variable that requires grad is being used in an in-place", "forward changes a parameter in place", "use a new tensor, or a buffer"),
+    (os.path.join("torch", "nested"), "nested tensors cannot be captured", "use a padded tensor and a mask"),
+    ("_nested_", "nested tensors cannot be captured", "use a padded tensor and a mask"),
+    (os.path.join("torch", "distributed"), "forward communicates itself (torch.distributed)", "pass the model as it is on one device"),
+    ("no fake impl registered", "a custom operator has no fake implementation", "register one: my_op.register_fake"),
+    ("torch.classes.quantized", "a quantized module cannot be captured", "train the module from before its quantization"),
+)
+
+
+def _files(error: BaseException) -> Iterator[str]:
+    """Files that the failure passed through."""
+    return (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _user_line(error: BaseException) -> str:

@@ -131,7 +131,7 @@ class Emitter:
         plain = tuple((k, arguments.plain_value(v, call.where, _to_ref)) for k, v in bound.items())
         devices = arguments.device_arguments(op)
         plain = tuple((k, None if k in devices else v) for k, v in plain)
-        tags = ("random",) if arguments.is_random(op) else ()
+        tags = ("random",) if arguments.is_random(op) else ("dependent on strides",) if name_of(op) in arguments.STRIDED else ()
         node = Node(OpCall(name_of(op), plain), tuple(outputs), call.module, call.mark.source, (None,) * len(outputs), tags, casts)
         self.normal.nodes.append(node)
         self.normal.marks.append(call.mark)
@@ -240,7 +240,7 @@ class Emitter:
             self._copy(call, bound["src"], target.fake, new)
         else:
             twin = arguments.functional_twin(call.op, call.where)
-            self._compute(call, twin, arguments.bind(twin, (), bound), new)
+            self._compute(call, twin, arguments.rebind(call.op, twin, bound), new)
             self._convert(call, new, target.fake)
         assert new.fake is not None and new.fake.shape == target.fake.shape
         kind, name = self._root_kind.get(target.storage, (Kind.VALUE, ""))

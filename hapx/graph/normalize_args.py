@@ -27,6 +27,9 @@ IDENTITIES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "a
 # nothing is written in place and every view is a reshape.
 _COPIES = frozenset({"aten.contiguous.default", "aten.clone.default"})
 
+# What they give depends on how their operand lies in memory, which a plan does not know.
+STRIDED = frozenset({"aten.as_strided.default", "aten.as_strided_copy.default"})
+
 _DROPOUTS = frozenset({"aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.feature_alpha_dropout"})
 
 # Operators that update running statistics inside: (argument that says so, buffers).
@@ -137,11 +140,25 @@ def functional_twin(op: torch._ops.OpOverload, where: str) -> torch._ops.OpOverl
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
     # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor: the types decide
     twin = with_types(packet, op) if packet is not None else None
-    if twin is None or (is_random(twin) and "dropout" not in name) or written_arguments(twin):
+    if is_random(op) and "dropout" not in name:
+        raise UnsupportedOperatorError(
+            f"{name_of(op)} is random and has no rule",
+            where=where,
+            hint="pass the random numbers as an input, or use torch's dropout",
+        )
+    if twin is None or written_arguments(twin):
         raise UnsupportedOperatorError(
             f"{name_of(op)} writes into a tensor and has no form that makes a new one", where=where, hint="use an operator that makes a new tensor"
         )
     return canonical(twin)
+
+
+def rebind(op: torch._ops.OpOverload, twin: torch._ops.OpOverload, bound: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator under the names that its twin has for them (dropout_ calls `self` what dropout calls `input`)."""
+    names = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    own = [a.name for a in twin._schema.arguments if not a.kwarg_only]
+    renamed = dict(zip(names, own, strict=False))
+    return bind(twin, (), {renamed.get(k, k): v for k, v in bound.items()})
 
 
 def target_dtype(op: torch._ops.OpOverload, bound: Mapping[str, Any]) -> torch.dtype | None:

@@ -385,7 +385,7 @@ REFUSED = [
     (parameter, CaptureError, "changes the parameter 'linear.weight'"),
     (under_no_grad, CaptureError, "needs a gradient, under no_grad"),
     (part_under_no_grad, CaptureError, "needs a gradient, under no_grad"),
-    (random_write, UnsupportedOperatorError, "aten.uniform_.default writes into a tensor"),
+    (random_write, UnsupportedOperatorError, "aten.uniform_.default is random"),
 ]
 
 
