@@ -1,6 +1,6 @@
 # make demo: set up and run the main job.   make test: set up, check and test.   Everything stays inside this folder, most of it in .venv.
 # Another Python (3.11 or newer): make PYTHON=python3.12 setup.   torch without CUDA, a tenth of the size, from an index that has it:
-# make TORCH_INDEX=https://download.pytorch.org/whl/cpu setup
+# make TORCH_INDEX=<address of the index> setup
 
 PYTHON ?= python3
 VENV := .venv

@@ -19,6 +19,7 @@ _HOMES = MappingProxyType(
     {
         "HAP": "hapx.api",
         "plan": "hapx.api",
+        "GradScaler": "hapx.runtime.scaler",
         "Plan": "hapx.plan",
         "ClusterSpec": "hapx.cluster.spec",
         "Restriction": "hapx.restriction",
@@ -31,7 +32,7 @@ _HOMES = MappingProxyType(
 )
 
 __all__ = [
-    "HAP", "CaptureError", "ClusterSpec", "ClusterSpecError", "HapError", "InsufficientMemoryError", "LaunchError", "Plan", "PlanError",
+    "HAP", "GradScaler", "CaptureError", "ClusterSpec", "ClusterSpecError", "HapError", "InsufficientMemoryError", "LaunchError", "Plan", "PlanError",
     "Restriction", "UnsupportedOperatorError", "__version__", "plan", "simulate",
 ]  # fmt: skip
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from hapx.errors import CaptureError, ClusterSpecError, HapError, InsufficientMemoryError, LaunchError, PlanError, UnsupportedOperatorError
     from hapx.plan import Plan
     from hapx.restriction import Restriction
+    from hapx.runtime.scaler import GradScaler
     from hapx.simulate import simulate
 
 

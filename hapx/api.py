@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from hapx import codec
 from hapx.cluster.spec import ClusterSpec
-from hapx.collectives.communicator import create_groups
+from hapx.collectives.communicator import Communicator, create_groups
 from hapx.errors import HapError, LaunchError, PlanError
 from hapx.graph.capture import capture
 from hapx.graph.capture_inputs import Inputs, bind_inputs
-from hapx.ir import Graph
+from hapx.ir import FLOATING, Graph
 from hapx.plan import Plan, ProgramKey
 from hapx.restriction import Restriction
 from hapx.runtime.data import ShareSampler
@@ -44,7 +44,9 @@ def plan(
     precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto",
 ) -> Plan:  # fmt: skip
     """The fastest distributed training program found for `module` on `cluster`. Needs no process group and no real weights (`meta`
-    works); the module is not changed. Raises CaptureError, ClusterSpecError, InsufficientMemoryError and other HapErrors."""
+    works); the module is not changed. Under `torch.autocast` it is the program for calls under that autocast. `remat`: "blocks" computes
+    repeated blocks again in backward, "auto" does so where nothing fits into memory otherwise. Raises CaptureError, ClusterSpecError,
+    InsufficientMemoryError and other HapErrors."""
     from hapx.planner import plan_module  # the planner is not needed to run a plan
 
     return plan_module(
@@ -64,17 +66,21 @@ class HAP(nn.Module):
         plan: a Plan or the path of one, instead of planning.
         inputs: "global": every rank passes the whole batch; "local": every rank passes its share (`batch_sizes`).
         gather_outputs: whether results other than the loss are whole on every rank, or this rank's pieces.
+        gradient_dtype: in which gradients of parameters are summed over ranks ("bfloat16", torch.bfloat16, ...); by default each in its
+            parameter's dtype. `.grad` always has the parameter's dtype.
 
-    The rest is as in `plan`.
+    The rest is as in `plan`. Calls under `torch.autocast` run a program of their own: make the model under autocast too (or leave
+    example_inputs out), so that the plan is made for it. For float16 see `hapx.GradScaler`.
     """
 
     def __init__(
         self, module: nn.Module, cluster_spec: Cluster, example_inputs: Any = None, *,
         plan: Plan | str | os.PathLike[str] | None = None, inputs: Literal["global", "local"] = "global",
         loss_fn: Callable[..., Tensor] | None = None, strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
-        remat: str = "auto", micro_batches: int | str = "auto", gather_outputs: bool = False,
+        remat: str = "auto", micro_batches: int | str = "auto", gather_outputs: bool = False, gradient_dtype: str | torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
+        self._gradient_dtype = _floating(gradient_dtype)
         if inputs not in ("global", "local"):
             raise HapError(f"inputs={inputs!r}", where="HAP", allowed='"global" or "local"')
         self._cluster = ClusterSpec.load(cluster_spec)
@@ -104,7 +110,8 @@ class HAP(nn.Module):
         groups = create_groups(found.stages[0].mesh)
         seed = int(self._world.from_first(lambda: str(torch.initial_seed()), "drawing a seed"))
         self._executor = self._world.together(
-            lambda: Executor(found, self._world.rank, self.module, groups, seed=seed, device=self._world.device), "sharding the model"
+            lambda: Executor(found, self._world.rank, self.module, groups, seed=seed, device=self._world.device, gradient_dtype=self._gradient_dtype),
+            "sharding the model",
         )
 
     def _first_plan(self, example_inputs: Any) -> tuple[str, bool]:
@@ -222,6 +229,16 @@ class HAP(nn.Module):
         return self._running().plan
 
     @property
+    def everyone(self) -> Communicator:
+        """A communicator of all ranks."""
+        return self._running().everyone
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._world.device
+
+    @property
     def code(self) -> str:
         """The local training program as Python text."""
         executor = self._running()
@@ -306,6 +323,17 @@ def _named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
     names = list(inspect.signature(module.forward).parameters)
     return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A floating dtype by name. Raises HapError for anything else."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in FLOATING:
+        raise HapError(f"gradient_dtype={dtype!r}", where="HAP", allowed=f"None, {', '.join(sorted(FLOATING))}")
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def _autocast() -> str | None:

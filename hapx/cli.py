@@ -71,13 +71,14 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here (JSON).")] = None,
     strategy: Annotated[str, typer.Option(help="auto, dp-even, dp-proportional, zero, tensor-parallel.")] = "auto",
     optimizer: Annotated[str, typer.Option(help="For the memory model.")] = "adamw",
+    remat: Annotated[str, typer.Option(help="auto, none, blocks: compute repeated blocks again in backward.")] = "auto",
 ) -> None:
     """Finds the fastest program for a model on a cluster and prints the plan."""
     with _one_line():
         from hapx.cluster.spec import ClusterSpec
-        from hapx.restriction import restriction
+        from hapx.restriction import restriction, with_remat
 
-        spec, allowed = ClusterSpec.load(cluster), restriction(strategy)  # before torch is loaded: mistakes are told at once
+        spec, allowed = ClusterSpec.load(cluster), with_remat(restriction(strategy), remat)  # before torch is loaded: mistakes are told at once
         if out is not None and not out.parent.is_dir():
             _fail(f"--out {out}: there is no directory {out.parent}")
         module, example_inputs = load_target(target)
@@ -112,6 +113,29 @@ def compare(files: Annotated[list[Path], typer.Argument(metavar="PLAN PLAN", hel
         if len(files) < 2:
             _fail("compare needs at least two plan files")
         typer.echo(compare_table(_named(files)))
+
+
+@app.command()
+def whatif(
+    file: Annotated[Path, PLAN_FILE],
+    drop: Annotated[list[str] | None, typer.Option(help="A machine, machines of a name, or a device type to leave out; may be repeated.")] = None,
+    add: Annotated[list[str] | None, typer.Option(help='One more machine, as "2xA100-SXM4-40GB"; may be repeated.')] = None,
+    bandwidth: Annotated[str | None, typer.Option(help='Of the links between machines, as "25 Gbit/s".')] = None,
+) -> None:
+    """Plans the model of a plan again for a changed cluster and compares; without changes: is it faster without the slowest type of device?"""
+    with _one_line():
+        from hapx.report.whatif import changed, describe, slowest_type, whatif_table
+
+        found, drop, add = _load(file), drop or [], add or []
+        clusters = {}
+        if drop or add or bandwidth:
+            clusters[describe(drop, add, bandwidth)] = changed(found.cluster, drop, add, bandwidth)
+        slowest = slowest_type(found)
+        if slowest is not None and slowest not in drop:
+            clusters[f"without {slowest} (the slowest)"] = changed(found.cluster, [slowest])
+        if not clusters:
+            _fail("nothing to compare: all devices are of one type; allowed: --drop, --add, --bandwidth")
+        typer.echo(whatif_table(found, clusters))
 
 
 @app.command()

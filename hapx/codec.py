@@ -28,7 +28,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
-from hapx import ir, restriction, states
+from hapx import ir, restriction, rules, states
 from hapx.cluster import spec
 from hapx.errors import PlanError
 from hapx.plan import (
@@ -62,7 +62,8 @@ CLASSES: Mapping[str, type[Any]] = {
     c.__name__: c
     for c in (
         states.Row, states.Cut, states.Replicated, states.Invariant, states.Partial, states.Sharded, states.Placement, states.Property,
-        ir.Kind, ir.TensorRef, ir.Ref, ir.TorchConst, ir.OpCall, ir.Node, ir.Region, ir.Output, ir.Container, ir.Graph,
+        ir.Kind, ir.TensorRef, ir.Ref, ir.TorchConst, ir.OpCall, ir.Node, ir.Region, ir.Output, ir.Container, rules.Site, rules.Rule, rules.Probed,
+        ir.Graph,
         spec.Link, spec.DeviceType, spec.Machine, spec.Device, spec.ClusterSpec, restriction.Restriction,
         Axis, Mesh, Form, Communication, LocalShape, LocalSize, LocalOffset, LocalIndices, LocalBlock, Axes,
         Triple, Instruction, ProgramKey, Program, Copy, Storage, Stage, Boundary, Action,

@@ -11,6 +11,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Literal
 
+from hapx.rules import Probed, Rule
+
 
 class Kind(Enum):
     """What a tensor is. CONSTANT: does not depend on inputs; recomputed by the executor or stored as data, never trained."""
@@ -139,7 +141,8 @@ def _show(value: Value) -> str:
 class Node:
     """One operator call. `module`: path of the module that made it; `source`: "file:line: code" of the user's line;
     `batch_dims`: per output, the dim that runs over the batch, if any.
-    `tags`: what makes the operator need a rule: "random", "in place", "data-dependent"."""
+    `tags`: what makes the operator need a rule: "random", "in place", "data-dependent", "dependent on strides".
+    `casts`: (parameter or view of one, dtype): operands that the call reads in another dtype than their own, under autocast."""
 
     call: OpCall
     outputs: tuple[TensorRef, ...]
@@ -147,19 +150,34 @@ class Node:
     source: str
     batch_dims: tuple[int | None, ...]
     tags: tuple[str, ...] = ()
+    casts: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        return f"{', '.join(map(str, self.outputs))} = {self.call}"
+        reads = f" reading {', '.join(f'%{name} as {dtype}' for name, dtype in self.casts)}" if self.casts else ""
+        return f"{', '.join(map(str, self.outputs))} = {self.call}{reads}"
+
+    def reads(self, ref: TensorRef) -> str:
+        """The dtype in which the call reads an operand."""
+        return dict(self.casts).get(ref.name, ref.dtype)
+
+
+# options of a checkpoint region that the planner has chosen
+CHOSEN: tuple[tuple[str, Value], ...] = (("chosen", True),)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A run of nodes [start, stop) under an activation checkpoint, an autocast or a no_grad context."""
+    """A run of nodes [start, stop) under an activation checkpoint, an autocast or a no_grad context. `chosen`: the planner's checkpoint,
+    not the model's."""
 
     kind: Literal["checkpoint", "autocast", "no_grad"]
     start: int
     stop: int
     options: tuple[tuple[str, Value], ...] = ()
+
+    @property
+    def chosen(self) -> bool:
+        return self.options == CHOSEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +208,8 @@ class Graph:
     `mode`: train or eval. `input_names`: the user's inputs, flattened, in order. `batch`: size of the batch.
     `constants`: flat values of the small constant tensors that the model makes in forward.
     `returns`: the container that the module returns (None: the loss alone).
-    `hash` identifies the computation (no devices, no weights).
+    `hash` identifies the computation (no devices, no weights, no regions that the planner has chosen).
+    `probed`: what execution showed of operators that have no entry in the table.
     """
 
     refs: Mapping[str, TensorRef]
@@ -206,6 +225,12 @@ class Graph:
     constants: Mapping[str, tuple[float | int | bool, ...]]
     hash: str
     returns: Container | None = None
+    probed: tuple[Probed, ...] = ()
+
+    @cached_property
+    def probed_rules(self) -> Mapping[int, tuple[Rule, ...]]:
+        """Node -> rules that were found by execution."""
+        return {i: p.rules for p in self.probed for i in p.nodes}
 
     @cached_property
     def producer(self) -> Mapping[str, int]:
@@ -220,6 +245,12 @@ class Graph:
             for name in dict.fromkeys(node.call.refs()):
                 uses[name].append(i)
         return {k: tuple(v) for k, v in uses.items()}
+
+    @cached_property
+    def recomputed(self) -> frozenset[str]:
+        """Tensors made by nodes under an activation checkpoint: in training they are made again in backward."""
+        inside = [self.nodes[i] for r in self.regions if r.kind == "checkpoint" for i in range(r.start, r.stop)]
+        return frozenset(o.name for n in inside for o in n.outputs)
 
     @cached_property
     def loss(self) -> str:

@@ -25,7 +25,8 @@ from hapx.theory.triple import Theory
 
 @dataclass(frozen=True)
 class Candidate:
-    """A program with integer lengths. cost: seconds by the additive cost model; time: by the simulator, once it is ranked."""
+    """A program with integer lengths. cost: seconds by the additive cost model; time: by the simulator, once it is ranked. gap: by how
+    much, relative, the search that found the program may have missed the cheapest one (at the ratios that it was given)."""
 
     theory: Theory
     costs: CostModel
@@ -35,6 +36,7 @@ class Candidate:
     shares: Mapping[Row, tuple[float, ...]]
     cost: float
     time: float
+    gap: float = 0.0
 
     @property
     def mesh(self) -> Mesh:

@@ -13,7 +13,7 @@ Invariant: a candidate's time, memory and program are those of its integer lengt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,18 +24,21 @@ from hapx.balancer.rounding import Lengths, fit, improve, per_device, round_rati
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
+from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.cost.terms import Vector
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
-from hapx.restriction import Restriction, restriction
+from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import simulate_program
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import Solution, least_memory, solve
+from hapx.synth.search import cheapest, least_memory, solve
+from hapx.synth.writer import Solution
 from hapx.theory.derive import derive
+from hapx.theory.discover import discover
 from hapx.theory.triple import Theory
 
 if TYPE_CHECKING:
@@ -97,7 +100,7 @@ class Counters:
 
     def as_dict(self) -> dict[str, Any]:
         times = {"theory_time": self.theory_time, "search_time": self.search_time, "simulation_time": self.simulation_time}
-        counts = {name: getattr(self.search, name) for name in ("expansions", "generated", "dominated", "bounded", "unproven")}
+        counts = {name: getattr(self.search, name) for name in ("expansions", "generated", "dominated", "bounded", "unproven", "gap")}
         return {**times, **counts, "alternations": self.alternations, "views": tuple(self.views)}
 
 
@@ -135,7 +138,9 @@ def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | Non
         counters.views.append(mesh.name)
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
-    return _ranked(setting, found, counters)
+    ranked = _ranked(setting, found, counters)
+    counters.search.gap = ranked[0].gap
+    return ranked
 
 
 def _ranked(setting: Setting, found: list[Candidate], counters: Counters) -> list[Candidate]:
@@ -162,6 +167,7 @@ class _Alternation:
         self.rows = tuple(theory.mesh.row(theory.mesh.uneven, kind) for kind in _ROW_KINDS) if theory.mesh.uneven is not None else ()
         self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
         self.found: dict[tuple[Any, ...], Candidate] = {}
+        self.prices: tuple[float, ...] | None = None  # of memory, once it binds
 
     def candidates(self, known: float) -> list[Candidate]:
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views."""
@@ -210,17 +216,18 @@ class _Alternation:
         lengths, best = self._lengths(ratios), float("inf")
         for _ in range(MAX_ALTERNATIONS):
             self.counters.alternations += 1
-            solution, fits = self._solve(lengths, free)
-            goal = objective(solution.steps, solution.storage, len(self.sizes))
-            if fits:
-                self._keep(solution, goal, lengths, ratios)
-                best = min(best, solution.cost)
-            if not free or (fits and solution.cost > HOPELESS * known):
-                return
-            balanced = balance(goal, self.sizes, self.capacity, ratios, self.costs.lengths_to_shares(self.fixed))
-            if balanced is None:
-                if not fits:
-                    self._solve(lengths, False)  # raises, naming the device and what it lacks
+            solution, goal, balanced = None, None, None
+            for solution, fits in self._solutions(lengths, free):
+                goal = objective(solution.steps, solution.storage, len(self.sizes))
+                if fits:
+                    self._keep(solution, goal, lengths, ratios)
+                    best = min(best, solution.cost)
+                if not free or (fits and solution.cost > HOPELESS * known):
+                    return
+                balanced = balance(goal, self.sizes, self.capacity, ratios, self.costs.lengths_to_shares(self.fixed))
+                if balanced is not None:
+                    break
+            if balanced is None or goal is None or solution is None:
                 return
             ratios = balanced
             lengths = self._rounded(goal, self._lengths(ratios))
@@ -229,17 +236,22 @@ class _Alternation:
                 return
             best = candidate.cost
 
-    def _solve(self, lengths: Lengths, free: bool) -> tuple[Solution, bool]:
-        """The best program at these lengths; if none fits but ratios may change, the one of least memory."""
+    def _solutions(self, lengths: Lengths, free: bool) -> Iterator[tuple[Solution, bool]]:
+        """The best program at these lengths that fits. If none does but ratios may change: the cheapest one (other ratios may make it fit), then the
+        one of least memory; then InsufficientMemoryError is raised, naming the device and what it lacks."""
         shares = self.costs.lengths_to_shares(lengths)
         try:
-            solution, fits = solve(self.problem, shares, self.limits, self.setting.key), True
-        except InsufficientMemoryError:
+            solution = solve(self.problem, shares, self.limits, self.setting.key, self.prices)
+        except InsufficientMemoryError as error:
             if not free:
                 raise
-            solution, fits = least_memory(self.problem, shares, self.limits, self.setting.key), False
+            for solution in (cheapest(self.problem, shares, self.setting.key), least_memory(self.problem, shares, self.limits, self.setting.key)):
+                self.counters.search.add(solution.statistics)
+                yield solution, False
+            raise error
+        self.prices = solution.prices or self.prices
         self.counters.search.add(solution.statistics)
-        return solution, fits
+        yield solution, True
 
     def _rounded(self, goal: Objective, lengths: Lengths) -> Lengths:
         """Lengths after rounding, made to fit, then improved where units are few."""
@@ -272,7 +284,9 @@ class _Alternation:
                 total = sum(self.setting.rule.ratios)
                 per = {row: tuple(s / total for s in self.setting.rule.ratios) for row in per}
             cost = goal.time(shares)
-            self.found[key] = Candidate(self.theory, self.costs, solution.program, solution.storage_of, lengths, per, cost, cost)
+            self.found[key] = Candidate(
+                self.theory, self.costs, solution.program, solution.storage_of, lengths, per, cost, cost, solution.statistics.gap
+            )
         return self.found[key]
 
 
@@ -288,11 +302,11 @@ def plan_graphs(
     keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0,
 ) -> Plan:  # fmt: skip
     """A plan for the first graph, which chooses mesh and storage, with further programs for the others."""
+    graphs = list(map(discover, graphs))
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
     counters = Counters()
-    setting = Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer)
-    best = plan_spmd(setting, counters)[0]
+    setting, best = _with_remat(Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer), counters)
     told = {"capture_time": capture_time, "coverage": coverage(setting.graph).as_dict(), **counters.as_dict()}
     plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, told)
     for graph, key in zip(graphs[1:], named[1:], strict=True):
@@ -300,16 +314,27 @@ def plan_graphs(
     return plan
 
 
+def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> tuple[Setting, Candidate]:
+    """The best candidate, and its setting: with blocks computed again in backward where the restriction says so, or nothing fits otherwise."""
+    remat = setting.rule.remat
+    blocks = replace(setting, graph=with_blocks(setting.graph)) if remat != "none" and setting.graph.mode == "train" else setting
+    if remat != "blocks" or blocks.graph is setting.graph:
+        try:
+            return setting, plan_spmd(setting, counters, meshes)[0]
+        except InsufficientMemoryError:
+            if blocks.graph is setting.graph:
+                raise
+    return blocks, plan_spmd(blocks, counters, meshes)[0]
+
+
 def plan_module(
     module: nn.Module, cluster: ClusterSpec, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None, strategy: str | Restriction = "auto",
     optimizer: str = "adamw", precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto", autocast: str | None = None,
 ) -> Plan:  # fmt: skip
     """Captures a module and plans it. Never reads or changes its values."""
-    if remat not in ("auto", "none"):
-        raise HapError(f"remat={remat!r}", where="plan", allowed='"auto" or "none"')
     if micro_batches not in ("auto", 1):
         raise HapError(f"micro_batches={micro_batches!r}", where="plan", allowed='"auto" or 1')
-    rule = restriction(strategy)  # a wrong name is reported before the long part
+    rule = with_remat(restriction(strategy), remat)  # wrong names are reported before the long part
     from hapx.graph.capture import capture  # torch is needed only to capture
 
     began = time.perf_counter()
@@ -323,15 +348,18 @@ def plan_module(
 def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     """The plan with a further program (another batch size, or evaluation): parameters stay where they are, in the lengths they have."""
     assert len(plan.stages) == 1, "one stage"
+    graph = discover(graph)
     stage = plan.stages[0]
     given = {name: storage.copies[0].placement for storage in plan.storage for name in (storage.name,)}
     kept = {s.cut for p in given.values() for s in p.states if hasattr(s, "cut")}
     fixed = {cut: own for cut, own in stage.lengths[plan.first].items() if cut in kept}
     counters = Counters()
     rule = replace(plan.restriction, storage="auto") if plan.restriction.storage == "as-used" else plan.restriction
+    if chosen_blocks(plan.graphs[plan.first]):
+        rule = replace(rule, remat="blocks")
     setting = Setting(graph, key, plan.cluster, rule, plan.precision, plan.optimizer, given, fixed, stage.shares)
-    best = plan_spmd(setting, counters, [stage.mesh])[0]
-    return extended(plan, best, graph, key, counters.as_dict())
+    setting, best = _with_remat(setting, counters, [stage.mesh])
+    return extended(plan, best, setting.graph, key, counters.as_dict())
 
 
 def key_of(graph: Graph, autocast: str | None = None) -> ProgramKey:

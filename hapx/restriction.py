@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from hapx.errors import HapError
+
+Remat = Literal["auto", "none", "blocks"]
+REMAT: tuple[Remat, ...] = get_args(Remat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,9 @@ class Restriction:
         split: "auto"; "batch": only the batch is split; "model": the batch is not split (tensor parallelism).
         forms: collective forms allowed: "padded", "grouped", "point_to_point".
         sfb: "auto", "never", or "always" (wherever it is legal).
-        remat, max_stages: see the planner.
+        remat: "none": activations are kept as the model says; "blocks": repeated blocks are computed again in backward; "auto": that, where
+            nothing fits into memory otherwise.
+        max_stages: see the planner.
     """
 
     name: str = "auto"
@@ -33,7 +38,7 @@ class Restriction:
     split: Literal["auto", "batch", "model"] = "auto"
     forms: frozenset[str] = field(default_factory=lambda: frozenset({"padded", "grouped", "point_to_point"}))
     sfb: Literal["auto", "never", "always"] = "auto"
-    remat: Literal["auto", "none", "blocks"] = "none"
+    remat: Remat = "auto"
     max_stages: int = 1
 
 
@@ -62,3 +67,10 @@ def restriction(strategy: str | Restriction) -> Restriction:
         hint = f"did you mean {near[0]}?" if near else None
         raise HapError(f"unknown strategy {strategy!r}", where="strategy", allowed=", ".join(BASELINES) + ", or a hapx.Restriction", hint=hint)
     return BASELINES[strategy]
+
+
+def with_remat(rule: Restriction, remat: str) -> Restriction:
+    """The restriction under a user's `remat=`; what the restriction itself says comes first. Raises HapError for an unknown choice."""
+    if remat not in REMAT:
+        raise HapError(f"remat={remat!r}", where="plan", allowed=", ".join(map(repr, REMAT)))
+    return replace(rule, remat=remat) if rule.remat == "auto" else rule

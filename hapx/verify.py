@@ -16,6 +16,7 @@ from math import isclose, prod
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
+from hapx.cost.remat import chosen_blocks, with_blocks, without_blocks
 from hapx.errors import HapError, PlanError
 from hapx.graph.segments import find_blocks, graph_hash
 from hapx.ir import FLOATING, Graph, Kind, TorchConst
@@ -24,6 +25,7 @@ from hapx.plan import VERSION, Communication, LocalBlock, LocalIndices, LocalOff
 from hapx.simulate import simulate_program
 from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
 from hapx.theory.derive import derive
+from hapx.theory.discover import verify_probed
 from hapx.theory.replay import replay
 from hapx.theory.triple import Theory
 
@@ -123,9 +125,24 @@ def _verify_graph(plan: Plan, key: ProgramKey, graph: Graph) -> None:
     if key.autocast is not None and (key.autocast not in FLOATING or key.autocast not in under):
         raise PlanError(f"under autocast {key.autocast}, but no part of the graph is", where=where)
     _verify_tensors(graph, where)
+    verify_probed(graph, where)
     count = len(graph.nodes)
+    _verify_regions(graph, where)
     if graph.segment_of != (0,) * count or graph.block_of != find_blocks(graph.nodes, graph.refs):
         raise PlanError("the segments or repeated blocks are not those of its nodes", where=where)
+
+
+def _verify_regions(graph: Graph, where: str) -> None:
+    """Runs of nodes, those of checkpoints apart from each other; the ones that the planner chose are repeated blocks."""
+    before = 0
+    for region in graph.regions:
+        if not 0 <= region.start < region.stop <= len(graph.nodes) or (region.kind == "checkpoint" and region.start < before):
+            raise PlanError(
+                f"a {region.kind} of nodes {region.start} to {region.stop}", where=where, allowed="nodes of the graph, each in one checkpoint"
+            )
+        before = region.stop if region.kind == "checkpoint" else before
+    if chosen_blocks(graph) and graph.regions != with_blocks(without_blocks(graph)).regions:
+        raise PlanError("other blocks are computed again in backward than a planner would choose", where=where, hint="plan again")
 
 
 def _verify_tensors(graph: Graph, where: str) -> None:

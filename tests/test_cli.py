@@ -169,6 +169,12 @@ def test_plan_prints_and_writes_a_plan(target: Path, tmp_path: Path) -> None:
     assert str(plan) in result.stdout
 
 
+def test_remat_is_an_option_of_plan(target: Path) -> None:
+    where = ("--cluster", SPECS / "rtx4090_rtx3060.yaml")
+    assert run("plan", f"{target}:mean", *where, "--remat", "blocks", "--strategy", "dp-even").exit_code == 0
+    assert "remat='all'; allowed: 'auto', 'none', 'blocks'" in mistake("plan", f"{target}:mean", *where, "--remat", "all")
+
+
 def test_a_model_without_a_loss(target: Path) -> None:
     assert mistake("plan", f"{target}:build", "--cluster", SPECS / "a100x8.yaml").startswith("hapx: CaptureError: ")
 

@@ -45,6 +45,7 @@ from hapx.plan import (
     Triple,
 )
 from hapx.restriction import AUTO, BASELINES
+from hapx.rules import Probed, Rule, Site
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Property, Row, Sharded
 
 SPEC = Path(__file__).parents[1] / "cluster_specs"
@@ -72,6 +73,7 @@ def small_plan(repetitions: int = 1) -> Plan:
         block_of=(*((0, i) for i in range(repetitions)), None), input_names=("x",), batch=8, mode="train",
         constants={"c": (1, 2.5, True)}, hash="abc",
         returns=Container("tuple", (("0", Ref("")), ("1", None), ("2", 0.5))),
+        probed=(Probed("mylib.twist.default", (0,), (Rule((Site(0),), (PARTIAL,)),), "a note"),),
     )  # fmt: skip
     shard, whole = Placement((Sharded(0, 1, 1, CUT),)), Placement((REPLICATED,))
     instructions = [

@@ -10,7 +10,9 @@ import pytest
 import hapx
 
 
-@pytest.mark.parametrize("name", ["ClusterSpec", "Plan", "Restriction", "HapError", "PlanError", "ClusterSpecError", "simulate", "HAP", "plan"])
+@pytest.mark.parametrize(
+    "name", ["ClusterSpec", "Plan", "Restriction", "HapError", "PlanError", "ClusterSpecError", "simulate", "HAP", "plan", "GradScaler"]
+)
 def test_public_names_are_there(name: str) -> None:
     assert name in hapx.__all__
     assert name in dir(hapx)

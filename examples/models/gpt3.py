@@ -1,7 +1,6 @@
-"""The GPT-3 family on the `meta` device, in the sizes of the Alpa paper's evaluation: 1024 tokens of 51200.
+"""The GPT-3 family on the `meta` device, in the sizes of the Alpa paper's evaluation: 1024 tokens of 51200. 1.3B by default:
 
 hapx plan examples/models/gpt3.py:build --cluster cluster_specs/h100x8_a100x8.yaml
-hapx plan examples/models/gpt3.py:gpt_39b --cluster cluster_specs/h100x8_a100x8.yaml
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ SIZES = {
 }
 
 
-def build(size: str = "1.3B", batch: int = 1024) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """The model of that size and one global batch."""
+def build(size: str = "1.3B", batch: int = 64) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """The model of that size and one global batch. (The paper's has 1024 sequences, in micro-batches.)"""
     width, layers, heads = SIZES[size]
     with torch.device("meta"):
         model = GPT(VOCABULARY, width, heads, layers, CONTEXT)

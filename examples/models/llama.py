@@ -1,7 +1,6 @@
-"""Llama-style language models on the `meta` device: grouped-query attention, rotary positions, RMS norms, SwiGLU. 1B has a tied head.
+"""Llama-style language models on the `meta` device: grouped-query attention, rotary positions, RMS norms, SwiGLU. 1B (`build`) and 8B (`llama_8b`):
 
 hapx plan examples/models/llama.py:build --cluster cluster_specs/a100x8.yaml
-hapx plan examples/models/llama.py:llama_8b --cluster cluster_specs/h100x8_a100x8.yaml
 """
 
 from __future__ import annotations
@@ -100,4 +99,4 @@ def build(size: str = "1B", batch: int = 64, context: int = 2048) -> tuple[nn.Mo
         return model, (tokens, torch.zeros_like(tokens))
 
 
-llama_8b = partial(build, "8B")
+llama_8b = partial(build, "8B", 16)

@@ -1,4 +1,4 @@
-"""Wide-ResNet in the sizes of Alpa's experiments, 250 million to 13 billion parameters (Zagoruyko and Komodakis 2016; Zheng et al. 2022, table 6).
+"""Wide-ResNet in the sizes of Alpa's experiments, 250 million to 13 billion parameters (Zagoruyko and Komodakis 2016; Zheng et al. 2022).
 
 Bottleneck blocks whose 3 x 3 convolution is wider; images of 224 x 224, 1024 classes. On the `meta` device:
 

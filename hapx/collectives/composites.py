@@ -94,20 +94,8 @@ COMPOSITES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         f"hapx.{function.__name__}": function
         for function in (
-            embedding,
-            cross_entropy,
-            batch_norm,
-            instance_norm,
-            mean,
-            mean_loss,
-            nll_loss,
-            linear_sfb,
-            weight_norm,
-            dropout,
-            alpha_dropout,
-            attention_dropout,
-            gather,
-            index,
+            embedding, gather, index, cross_entropy, nll_loss, mean_loss, batch_norm, instance_norm, mean, linear_sfb, weight_norm, dropout,
+            alpha_dropout, attention_dropout,
         )
     }
-)
+)  # fmt: skip

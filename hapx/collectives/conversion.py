@@ -43,10 +43,15 @@ class Conversion(torch.nn.Module):
         source_block: cut of the source, if it is Sharded: of the tensor as it would be local without this axis.
         target_block: cut of the target, if it is Sharded.
         tensor: name of the tensor, for people.
+        sum_dtype: in which cotangents are summed over devices; None: their own.
     """
 
-    def __init__(self, communication: Communication, comm: Communicator, source_block: Block | None, target_block: Block | None, tensor: str):
+    def __init__(
+        self, communication: Communication, comm: Communicator, source_block: Block | None, target_block: Block | None, tensor: str,
+        sum_dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         super().__init__()
+        self.sum_dtype = sum_dtype
         source, target = communication.source, communication.target
         if source == target or (type(source), type(target)) not in TRANSPOSES:
             raise PlanError(f"no communication leads from {source} to {target}", where=f"conversion of {tensor}")
@@ -76,7 +81,9 @@ class Conversion(torch.nn.Module):
 
     def run_backward(self, cotangent: Tensor) -> Tensor:
         """Its transpose, not differentiable."""
-        return self._run(self.backward_name, cotangent, self.target_block, self.source_block)
+        if self.sum_dtype is None or self.backward_name not in ("all_reduce", "reduce_scatter"):
+            return self._run(self.backward_name, cotangent, self.target_block, self.source_block)
+        return self._run(self.backward_name, cotangent.to(self.sum_dtype), self.target_block, self.source_block).to(cotangent.dtype)
 
     def _run(self, name: str, t: Tensor, held: Block | None, wanted: Block | None) -> Tensor:
         comm, form = self.comm, self.communication.form

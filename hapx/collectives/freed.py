@@ -82,7 +82,7 @@ class freeing:
         def again() -> Tensor:
             whole = self._unpack(kept)
             if isinstance(kept, Tensor) and whole._version != version:
-                raise RuntimeError("a sharded parameter was changed between forward and backward; it is gathered again in backward")
+                raise RuntimeError("a parameter was changed between forward and backward; it is read again in backward")
             return regather(whole)
 
         storage = gathered.untyped_storage()
@@ -107,3 +107,11 @@ def free_after_forward(gathered: Tensor, regather: Callable[[Tensor], Tensor], s
     registry: freeing | None = getattr(_ACTIVE, "registry", None)
     if registry is not None:
         registry.register(gathered, regather, source)
+
+
+def cast_again(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """A parameter in another dtype. The copy is not kept for backward, but made again there (inside of `freeing`)."""
+    y = t.to(dtype)
+    if y.requires_grad:
+        free_after_forward(y, lambda whole: whole.to(dtype), t)
+    return y

@@ -9,10 +9,11 @@ product of the same size per operand that requires a gradient, everything else m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from hapx.cost.contractions import CONTRACTIONS, STATES_KEPT
+from hapx.cost.saves import KEPT_INSIDE
 from hapx.ir import CONVOLUTIONS, DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
 
 # outputs share the storage of their operand (reshape: see `is_view`)
@@ -83,7 +84,16 @@ def is_view(graph: Graph, node: Node) -> bool:
 
 
 def work(graph: Graph, node: Node) -> Work:
-    """FLOPs and bytes of a node. Constants are made once, not in every iteration: they cost nothing."""
+    """FLOPs and bytes of a node. Constants are made once, not in every iteration: they cost nothing. Under an activation checkpoint, backward
+    computes the node again."""
+    does = _work(graph, node)
+    if does is NOTHING or node.outputs[0].name not in graph.recomputed:
+        return does
+    back = (*does.moved, *does.moved_back)
+    return replace(does, backward=does.forward + does.backward, moved_back=back, kernels_back=does.kernels_back + 1)
+
+
+def _work(graph: Graph, node: Node) -> Work:
     if is_view(graph, node) or all(o.kind is Kind.CONSTANT for o in node.outputs):
         return NOTHING
     operands = [graph.refs[name] for name in node.call.refs()]
@@ -92,6 +102,7 @@ def work(graph: Graph, node: Node) -> Work:
         return _embedding(graph, node, gradient)
     moved = [(t.name, float(t.bytes)) for t in (*operands, *node.outputs)]
     moved += [(name, size) for name, size in hidden(graph, node)]
+    moved += [(name, 2.0 * graph.refs[name].size * DTYPE_BYTES[dtype]) for name, dtype in node.casts]
     back = tuple((name, 2 * size) for name, size in moved) if gradient else ()
     forward, backward, of_weight, kernels = _flops(graph, node)
     if not gradient:
@@ -159,6 +170,11 @@ def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
         logits = tensor(graph, call, "self")
         assert logits is not None
         return ((logits.name, float(logits.bytes)),)  # log-softmax
+    if call.op in KEPT_INSIDE:
+        argument, factor = KEPT_INSIDE[call.op]
+        operand = tensor(graph, call, argument)
+        assert operand is not None
+        return ((operand.name, factor * operand.bytes),)
     if call.op in ("aten.layer_norm", "aten.rms_norm"):
         return ((out.name, 8.0 * out.size / prod(call["normalized_shape"])),)  # mean and 1 / deviation of every row
     if call.op == ATTENTION:

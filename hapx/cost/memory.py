@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from hapx.cost.compute import ATTENTION, FACTORS, differentiable, is_view, tensor
+from hapx.cost.compute import ATTENTION, FACTORS, differentiable, hidden, is_view, tensor
+from hapx.cost.saves import SAVES_OF_SMALL
 from hapx.errors import HapError
-from hapx.ir import FLOATING, Graph, Kind, Node, TensorRef
+from hapx.ir import FLOATING, Graph, Kind, Node, Region, TensorRef, iter_refs
 
 # part of a device's memory that is not planned with
 RESERVE = 0.1
@@ -55,6 +56,7 @@ SAVES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(RESAMPLES, NOTHING_SAVED),
         "aten.embedding": ("indices",), "aten.index_select": ("index",), "aten.gather": ("index",), "aten.masked_fill": ("mask",),
         "aten.where": ("condition",), "aten.cross_entropy_loss": ("target",), ATTENTION: ("query", "key", "value", "attn_mask", "out"),
+        **SAVES_OF_SMALL,
     }
 )  # fmt: skip
 
@@ -101,10 +103,9 @@ def saved(node: Node, graph: Graph) -> tuple[str, ...]:
         return (refs[0].name,) if call["mode"] in ("reflect", "replicate") else ()
     if call.op.startswith("aten.adaptive_avg_pool"):
         return (refs[0].name,) if set(call["output_size"]) != {1} else ()  # to one pixel, it is a mean
-    if call.op in SAVES:
-        outputs = {"out": node.outputs[0], "out1": node.outputs[-1]}
-        tensors = [outputs.get(name) or tensor(graph, call, name) for name in SAVES[call.op]]
-        return tuple(t.name for t in tensors if t is not None)
+    if (keeps := SAVES.get(call.target, SAVES.get(call.op))) is not None:
+        outputs = {"out": node.outputs[0].name, "out1": node.outputs[-1].name}
+        return tuple(name for kept in keeps for name in ([outputs[kept]] if kept in outputs else [r.name for r in iter_refs(call.get(kept))]))
     return tuple(r.name for r in refs if r.dtype in FLOATING)
 
 
@@ -117,15 +118,58 @@ def base_of(graph: Graph, name: str) -> str | None:
 
 
 def kept(graph: Graph) -> frozenset[str]:
-    """Names of all tensors whose storage somebody keeps for backward: the saved ones and everything they are views of."""
+    """Names of all tensors whose storage somebody keeps for backward: the saved ones and everything they are views of. A checkpoint region
+    keeps its inputs instead of what its nodes would save (see `forgotten`)."""
+    return _kept(graph, forgotten(graph))
+
+
+def _kept(graph: Graph, skipped: frozenset[str]) -> frozenset[str]:
     names: set[str] = set()
-    for node in graph.nodes:
-        for first in saved(node, graph):
-            name: str | None = first
-            while name is not None and name not in names:
-                names.add(name)
-                name = base_of(graph, name)
+    needed = [name for node in graph.nodes if node.outputs[0].name not in skipped for name in saved(node, graph)]
+    for region in checkpoints(graph) if skipped else ():
+        inside = {o.name for n in graph.nodes[region.start : region.stop] for o in n.outputs}
+        used = {name for n in graph.nodes[region.start : region.stop] for name in n.call.refs()}
+        needed += [name for name in used - inside if graph.refs[name].kind is Kind.VALUE]
+    for first in needed:
+        name: str | None = first
+        while name is not None and name not in names:
+            names.add(name)
+            name = base_of(graph, name)
     return frozenset(names)
+
+
+def checkpoints(graph: Graph) -> list[Region]:
+    return [r for r in graph.regions if r.kind == "checkpoint"]
+
+
+def forgotten(graph: Graph) -> frozenset[str]:
+    """Outputs of the nodes that keep nothing for backward because a checkpoint region computes them again: those of all regions but the
+    one that saves most. While a region is computed again its tensors are there; one region at a time, so that one counts as if it were none."""
+    regions = checkpoints(graph)
+    if not regions:
+        return frozenset()
+    plain = _kept(graph, frozenset())
+    bytes_of = [sum(_node_bytes(graph, n, plain) for n in graph.nodes[r.start : r.stop]) for r in regions]
+    largest = bytes_of.index(max(bytes_of))
+    return frozenset(o.name for k, r in enumerate(regions) if k != largest for n in graph.nodes[r.start : r.stop] for o in n.outputs)
+
+
+def kept_bytes(graph: Graph) -> float:
+    """Bytes that forward keeps for backward on a single device."""
+    names, skipped = kept(graph), forgotten(graph)
+    return sum(_node_bytes(graph, n, names, n.outputs[0].name in skipped) for n in graph.nodes)
+
+
+def _node_bytes(graph: Graph, node: Node, kept_names: frozenset[str], skipped: bool = False) -> float:
+    made = sum(o.bytes for o in node.outputs if allocates(graph, o.name, kept_names))
+    return made + (0.0 if skipped else sum(size for _, size in hidden(graph, node)))
+
+
+def converted_again(graph: Graph) -> frozenset[str]:
+    """Tensors that only nodes of checkpoint regions use: their conversions are part of the regions, and carried out again in backward."""
+    given = {o.tensor for o in graph.outputs}
+    inside = {i for r in checkpoints(graph) for i in range(r.start, r.stop)}
+    return frozenset(name for name, users in graph.consumers.items() if users and inside.issuperset(users) and name not in given)
 
 
 def allocates(graph: Graph, name: str, kept_names: frozenset[str]) -> bool:

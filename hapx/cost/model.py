@@ -12,7 +12,7 @@ their terms; in eval mode there is no backward, no kept activation and no gradie
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Any, Literal
@@ -96,6 +96,8 @@ class CostModel:
         self._per_flop: dict[str, tuple[float, ...]] = {}
         self._states = memory.states_of(optimizer)
         self._kept = memory.kept(self.graph) if mode == "train" else frozenset()
+        self._forgotten = memory.forgotten(self.graph) if mode == "train" else frozenset()
+        self._converted_again = memory.converted_again(self.graph) if mode == "train" else frozenset()
         self._signatures: dict[int, int] = {}
         self._number = _Numbers()
         self._by_triple: dict[int, tuple[Triple, StepCost]] = {}
@@ -156,7 +158,9 @@ class CostModel:
         refs = [self.graph.refs[n] for n in names]
         tensors = tuple((r.shape, r.dtype, r.kind, r.requires_grad, r.name in self._kept, names.index(r.name)) for r in refs)
         values = tuple((k, _without_names(v)) for k, v in node.call.args)
-        return node.call.target, values, tensors, is_view(self.graph, node)
+        first = node.outputs[0].name
+        again = first in self.graph.recomputed, first in self._forgotten
+        return node.call.target, values, tensors, is_view(self.graph, node), again, tuple(dtype for _, dtype in node.casts)
 
     def _instruction(self, triple: Triple, node: Node, body: OpCall) -> StepCost:
         placements = {p.tensor: p.placement for p in (*triple.pre, *triple.post)}
@@ -166,8 +170,10 @@ class CostModel:
         done = self.view.work(cuts, everywhere)
         forward = self._roofline(node, done.scaled((does.forward,) * len(self.kinds)), does.moved, placements, 1) if does.moved else None
         backward = self._backward(node, body, does, cuts, placements) if self.mode == "train" and does.kernels_back else None
-        communication = tuple(c for c in self._composite(node, body, placements) if self.mode == "train" or c.direction == "forward")
-        return StepCost(forward, backward, communication, self._activations(node, placements))
+        communication = [c for c in self._composite(node, body, placements) if self.mode == "train" or c.direction == "forward"]
+        if self.mode == "train" and node.outputs[0].name in self.graph.recomputed:
+            communication += [replace(c, direction="backward") for c in communication if c.direction == "forward"]
+        return StepCost(forward, backward, tuple(communication), self._activations(node, placements))
 
     def _roofline(
         self, node: Node, flops: Piece, moved: tuple[tuple[str, float], ...], placements: Mapping[str, Placement], kernels: int
@@ -235,8 +241,9 @@ class CostModel:
         if self.mode != "train":
             return None
         made = [o for o in node.outputs if memory.allocates(self.graph, o.name, self._kept) and not _partial(placements[o.name])]
-        kept = [*((o.name, float(o.bytes)) for o in made), *hidden(self.graph, node)]
-        for name in dict.fromkeys(memory.saved(node, self.graph)):
+        forgets = node.outputs[0].name in self._forgotten
+        kept = [*((o.name, float(o.bytes)) for o in made), *(() if forgets else hidden(self.graph, node))]
+        for name in () if forgets else dict.fromkeys(memory.saved(node, self.graph)):
             ref = self.graph.refs[name]
             if ref.kind is Kind.VALUE and _partial(placements[name]):
                 kept.append((name, float(ref.bytes)))
@@ -246,7 +253,8 @@ class CostModel:
 
     def conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
         """Cost of a path of communications that ends in `target`. Free paths cost nothing."""
-        key = (ref.bytes, ref.kind, ref.name in self._kept, tuple([self._number(step) for step in path]), self._number.of_placement(target))
+        again = ref.name in self._converted_again
+        key = (ref.bytes, ref.kind, ref.name in self._kept, again, tuple([self._number(step) for step in path]), self._number.of_placement(target))
         known = self._conversions.get(key)
         if known is None:
             known = self._conversions[key] = self._conversion(ref, path, target)
@@ -261,15 +269,18 @@ class CostModel:
             found[:0] = self._priced_step(ref, step, before, after)
             makes |= forward_collective(step.source, step.target) is not None
             after = before
-        free = any(step.free for step in path)
-        keeps = self.mode == "train" and makes and not free and ref.name in self._kept and not _partial(target)
-        held = maximum([self._part(target, float(ref.bytes), bound=True)]) if keeps else None
+        held = self.held(ref, target) if makes and not any(step.free for step in path) else None
         return StepCost(None, None, tuple(found), held) if found or held is not None else FREE
+
+    def held(self, ref: TensorRef, target: Placement) -> Term | None:
+        """Bytes that stay allocated until backward where communication makes a tensor in `target`."""
+        keeps = self.mode == "train" and ref.name in self._kept and not _partial(target)
+        return maximum([self._part(target, float(ref.bytes), bound=True)]) if keeps else None
 
     def _priced_step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
         """`_step`, once for all that cost the same: of the other axes only how they cut matters."""
         others = tuple([-1 if not isinstance(s, Sharded) else self._number(s) for a, s in enumerate(after.states) if a != step.axis])
-        key = (ref.bytes, ref.kind is Kind.PARAMETER, self._number(step), others, after.nest)
+        key = (ref.bytes, ref.kind is Kind.PARAMETER, ref.name in self._converted_again, self._number(step), others, after.nest)
         if key not in self._steps:
             self._steps[key] = self._step(ref, step, before, after)
         return self._steps[key]
@@ -278,9 +289,10 @@ class CostModel:
         found: list[CommunicationCost] = []
         forward = forward_collective(step.source, step.target)
         self._add(found, "forward", step.axis, self._collective(forward, ref, step, before, after))
+        freed = self.mode == "train" and step.gradient and step.free and forward == "all_gather"
+        if freed or ref.name in self._converted_again:
+            self._add(found, "backward", step.axis, self._collective(forward, ref, step, before, after))
         if self.mode == "train" and step.gradient:
-            if step.free and forward == "all_gather":
-                self._add(found, "backward", step.axis, self._collective(forward, ref, step, before, after))
             backward = backward_collective(step.source, step.target)
             term = self._collective(backward, ref, step, before, after)
             if term is not None and ref.kind is Kind.PARAMETER and isinstance(step.source, Invariant) and isinstance(step.target, Replicated):

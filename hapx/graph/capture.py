@@ -20,7 +20,8 @@ from torch.export.graph_signature import InputKind
 
 from hapx.errors import CaptureError
 from hapx.graph.capture_inputs import Inputs, bind_inputs, device_of, unique_name
-from hapx.graph.capture_trace import LITERAL, Trace, trace
+from hapx.graph.capture_refusals import check_modules
+from hapx.graph.capture_trace import LITERAL, MARK, Trace, trace
 from hapx.graph.normalize import Emitter, live_nodes, tensor_ref
 from hapx.graph.normalize_flatten import Flattener, Slot
 from hapx.graph.regions import Mark, find_regions
@@ -56,6 +57,7 @@ def _check_module(module: nn.Module, loss_fn: Callable[..., Tensor] | None) -> N
     }
     if (kind := type(module).__name__) in wrappers:
         raise CaptureError(f"the model is a {kind}", allowed="a plain single-device module", hint=f"pass the module from before {wrappers[kind]}")
+    check_modules(module)
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
         raise CaptureError("loss_fn has parameters", allowed="a loss without parameters", hint="make it a part of the model")
 
@@ -73,6 +75,8 @@ class _Names:
         self.first = {name: group[0] for group in groups.values() for name in group}
         self.tied = tuple(tuple(group) for group in groups.values() if len(group) > 1)
         _check_memory(self.parameters)
+        for _ in self.refs():  # raises for dtypes and layouts that cannot be distributed, before anything is traced
+            pass
 
     def refs(self) -> Iterable[tuple[TensorRef, Tensor]]:
         for name, tensor in self.parameters.items():
@@ -144,7 +148,10 @@ class _Assembler:
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 ref = self._constant(str(spec.target), node, used)
             else:
-                raise CaptureError(f"the model uses a {spec.kind.name.lower()} as a tensor", where=str(spec.target))
+                raise CaptureError(
+                    f"forward uses an object that is no tensor ({spec.kind.name.lower()})", where=_first_use(node) or str(spec.target),
+                    hint="a random generator, a quantized or a scripted module cannot be captured",
+                )  # fmt: skip
             self.given[ref.name] = ref
             self.emitter.root(slot, ref, fake.detach().requires_grad_(ref.requires_grad))
         return roots
@@ -176,7 +183,7 @@ class _Assembler:
         if self.training and trainable and (loss.fake is None or not loss.fake.requires_grad):
             raise CaptureError(
                 "the loss does not depend on any parameter that requires a gradient",
-                where=type(self.module).__name__,
+                where=self._gradient_lost(loss.name) or type(self.module).__name__,
                 hint="is forward under no_grad, or the loss detached?",
             )
         outputs = [Output(loss.name, "loss")]
@@ -185,6 +192,15 @@ class _Assembler:
             if slot.name != name:
                 outputs.append(Output(self.emitter.detach_result(slot), "buffer", name))
         return outputs
+
+    def _gradient_lost(self, loss: str) -> str:
+        """The user's line at which a value that needs a gradient goes into one that has none, the last one before the loss."""
+        normal = self.emitter.normal
+        live = live_nodes(normal.nodes, [loss])
+        for node, mark, keep in reversed(list(zip(normal.nodes, normal.marks, live, strict=True))):
+            if keep and any(normal.tensors[n].requires_grad for n in node.call.refs()) and not any(o.requires_grad for o in node.outputs):
+                return mark.where
+        return ""
 
     def _finish(self, outputs: list[Output]) -> Graph:
         normal = self.emitter.normal
@@ -217,6 +233,12 @@ class _Assembler:
         refs |= {name: replace(refs[name], mutated=True) for name in self.emitter.mutated}
         refs |= {o.name: o for n in nodes for o in n.outputs}
         return refs
+
+
+def _first_use(placeholder: Any) -> str:
+    """The user's line that uses a placeholder first."""
+    marks = ((n.meta.get("custom") or {}).get(MARK) for n in placeholder.users)
+    return next((m.where for m in marks if isinstance(m, Mark)), "")
 
 
 def _fake_mode(traced: Trace) -> Any:

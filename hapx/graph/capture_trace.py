@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
@@ -36,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture_inputs import Inputs
 from hapx.graph.capture_outputs import container_of, split_output
+from hapx.graph.capture_refusals import World, is_inside_functorch_grad, refuse_gradients, user_functions
 from hapx.graph.capture_state import Changes, same_module, write_assigned_buffers
 from hapx.graph.regions import Mark
 from hapx.ir import Container
@@ -88,9 +90,11 @@ class _Traced(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         changes = self.seen.changes = Changes()
+        world = World(user_functions(self.module, self._loss_fn[0]), type(self.module).__name__)
         with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device, self.seen.literals):
             outputs = self._call(tensors)
             write_assigned_buffers(self.module, changes)
+        world.check()
         return outputs
 
     def _call(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -119,6 +123,7 @@ class _Recorder(TorchFunctionMode):
         if func.__name__ == "__get__":  # a property such as x.shape
             return func(*args, **(kwargs or {}))
         mark = self._mark(sys._getframe(1))
+        refuse_gradients(func, mark.where)
         if func.__name__ == "_pack_padded_sequence":
             raise CaptureError(
                 "packed sequences cannot be captured: their shapes depend on the values of the lengths",
@@ -150,6 +155,8 @@ class _Recorder(TorchFunctionMode):
         mark = Mark(file, line, code, self._number(checkpoint), torch.is_grad_enabled(), self._autocast())
         if function is not None:
             self._refuse(function, checkpoint, mark)
+        if is_inside_functorch_grad():
+            raise CaptureError("a gradient of torch.func cannot be captured", where=mark.where, hint="write the gradient as operators")
         return mark
 
     def _number(self, frame: FrameType | None) -> int | None:
@@ -191,12 +198,14 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
     A forward that sets attributes when it is called first (hooks that it installs, tables that it notes) is traced as it is from then on, if
     that is the same computation. One that goes on changing them is refused."""
     with _quiet(), _same_generators(device), same_module(module), _mode(module, training), torch.enable_grad(), preserve_node_meta():
-        program, seen = _export(module, inputs, device, loss_fn)
+        with _off_meta(module, device) as device:
+            twins = inputs.empty_twins(device)
+        program, seen = _export(module, inputs, twins, device, loss_fn)
         if seen.changes.names:
             names = seen.changes.names
             first, settled = _text(program), seen.changes.repeat(module)
             if settled:
-                program, seen = _export(module, inputs, device, loss_fn)
+                program, seen = _export(module, inputs, twins, device, loss_fn)
             if not settled or seen.changes.names or _text(program) != first:
                 raise CaptureError(
                     f"forward changes {', '.join(names)}: a captured program would not",
@@ -207,10 +216,12 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
     return Trace(program, "module.", seen.places, seen.container, literals, device)
 
 
-def _export(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Callable[..., Tensor] | None) -> tuple[ExportedProgram, _Seen]:
+def _export(
+    module: nn.Module, inputs: Inputs, twins: Any, device: torch.device, loss_fn: Callable[..., Tensor] | None
+) -> tuple[ExportedProgram, _Seen]:
     wrapper = _Traced(module, inputs, loss_fn, device)
     try:
-        return torch.export.export(wrapper, inputs.empty_twins(device), strict=False), wrapper.seen
+        return torch.export.export(wrapper, twins, strict=False), wrapper.seen
     except HapError:
         raise
     except Exception as error:
@@ -246,6 +257,31 @@ def _same_generators(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def _off_meta(module: nn.Module, device: torch.device) -> Iterator[torch.device]:
+    """For a module on `meta`: gives it fake tensors on a real kind of device, without memory, and makes such tensors inside; autocast does
+    nothing on `meta`. (`_same_module` puts the old ones back.)"""
+    if device.type != "meta":
+        yield device
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        done: dict[int, Tensor] = {}
+        for m in module.modules():
+            for own in (m._parameters, m._buffers):
+                for name, t in own.items():
+                    if t is not None and id(t) not in done:
+                        done[id(t)] = _on(t, device)
+                    own[name] = None if t is None else done[id(t)]  # type: ignore[assignment]
+        yield device
+
+
+def _on(t: Tensor, device: torch.device) -> Tensor:
+    """An empty tensor like a `meta` one."""
+    new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+    return nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new
+
+
+@contextmanager
 def _mode(module: nn.Module, training: bool) -> Iterator[None]:
     """Train or eval mode; afterwards every submodule has its own flag again."""
     flags = [(m, m.training) for m in module.modules()]
@@ -264,6 +300,8 @@ def _explain(error: BaseException, model: str) -> CaptureError:
     first = text.split("\n")[0]
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in text or "DynamicOutputShape" in kind or "Unbacked" in text:
+        if any(frame.f_code.co_filename.endswith("batchnorm.py") for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return CaptureError("batch norm with momentum=None reads how often it ran", where=where or model, hint="give it a momentum, such as 0.1")
         return CaptureError(
             "the computation depends on the values of a tensor",
             where=where or model,
@@ -271,9 +309,34 @@ def _explain(error: BaseException, model: str) -> CaptureError:
         )
     if "was assigned during export" in text or "were assigned during export" in text:
         return CaptureError(f"forward assigns a tensor to an attribute ({first})", where=where or model, hint="use register_buffer")
+    for sign, what, hint in KNOWN_FAILURES:
+        if sign in text or any(sign in file for file in _files(error)):
+            return CaptureError(what, where=where or model, hint=hint)
     return CaptureError(
         f"tracing forward failed with {kind}: {first}", where=where or model, hint="does model(*example_inputs) run? If so, rewrite this line"
     )
+
+
+# what a failure says, or a file of torch that it passes through; what is wrong in the user's words; what to do
+KNOWN_FAILURES = (
+    (".numpy() is not supported", "forward turns a tensor into a numpy array", "use torch operators: numpy's are not seen, nor differentiated"),
+    (
+        "fake tensor in the exported program constant",
+        "forward changes a tensor through .data or an attribute",
+        "use a registered buffer, or no .data",
+    ),
+    ("a leaf Variable that requires grad is being used in an in-place", "forward changes a parameter in place", "use a new tensor, or a buffer"),
+    (os.path.join("torch", "nested"), "nested tensors cannot be captured", "use a padded tensor and a mask"),
+    ("_nested_", "nested tensors cannot be captured", "use a padded tensor and a mask"),
+    (os.path.join("torch", "distributed"), "forward communicates itself (torch.distributed)", "pass the model as it is on one device"),
+    ("no fake impl registered", "a custom operator has no fake implementation", "register one: my_op.register_fake"),
+    ("torch.classes.quantized", "a quantized module cannot be captured", "train the module from before its quantization"),
+)
+
+
+def _files(error: BaseException) -> Iterator[str]:
+    """Files that the failure passed through."""
+    return (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _user_line(error: BaseException) -> str:

@@ -5,14 +5,15 @@ In: the `Call`s of an exported program and the tensors it is given. Out: `Normal
 Invariant: the nodes, run in order, compute the same values and, by local autograd, the same gradients as the module. Every tensor has
 one producer (static single assignment). To know which in-place write is seen where, each call is also run on fake tensors: those that
 share a storage are aliases; a write is accepted if no other view of its storage is read later. The same run says what requires a
-gradient. Values that enter a no_grad context are detached there, so nothing inside or after it sends a gradient back.
+gradient. Values that enter a no_grad context are detached there, so nothing inside or after it sends a gradient back. What autocast casts
+is cast by nodes of its own, so a call means the same wherever it runs; only parameters are cast by the call that reads them
+(`Node.casts`): they are stored, moved and synchronised in their own dtype.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,9 @@ from hapx.errors import CaptureError, UnsupportedOperatorError
 from hapx.graph import normalize_args as arguments
 from hapx.graph import normalize_bags as bags
 from hapx.graph.capture_inputs import unique_name
+from hapx.graph.normalize_aliases import plain_form
 from hapx.graph.normalize_args import name_of
+from hapx.graph.normalize_autocast import Caster, call_with, fakes
 from hapx.graph.normalize_flatten import Call, Slot, slots_in
 from hapx.graph.normalize_views import Step, View, Views, scatter_into
 from hapx.graph.regions import Mark
@@ -45,7 +48,7 @@ class Emitter:
     def __init__(self, used: set[str], device: torch.device):
         self.normal = Normal()
         self._used = used
-        self._autocast_device = "cuda" if device.type == "cuda" else "cpu"
+        self._caster = Caster("cuda" if device.type == "cuda" else "cpu", self._cast, self._of_parameter)
         self._alive: list[Tensor] = []  # fakes are kept: a freed storage's address could come again
         self._alias: dict[int, int] = {}
         self._group: dict[int, list[Slot]] = {}
@@ -66,7 +69,7 @@ class Emitter:
         """Emit all calls. `results`: slots that are read after the last one."""
         self._last_use = {id(slot): i for i, call in enumerate(calls) for slot in call.slots()}
         self._last_use |= {id(slot): len(calls) for slot in results}
-        with torch.autocast(self._autocast_device, enabled=False):
+        with torch.autocast(self._caster.device, enabled=False):
             for i, call in enumerate(calls):
                 if call.mark.grad:
                     self._detached.clear()
@@ -89,15 +92,12 @@ class Emitter:
             self._join_some(call, bound)
         elif name == "aten.broadcast_tensors.default":
             self._broadcast(call, bound["tensors"])
-        elif name == "aten.view.default":
-            self._compute(call, torch.ops.aten.reshape.default, {"self": bound["self"], "shape": bound["size"]}, call.out)
+        elif (alias := plain_form(call.op, bound)) is not None:
+            self._compute(call, *alias, call.out)
         elif (dtype := arguments.target_dtype(call.op, bound)) is not None:
             extra = {k: bound.get(k) for k in ("non_blocking", "copy", "memory_format")} if "copy" in bound else {}
             options = {"non_blocking": False, "copy": False, "memory_format": None} | extra
             self._compute(call, torch.ops.aten.to.dtype, {"self": bound["self"], "dtype": dtype, **options}, call.out)
-        elif name == "aten.rrelu.default" and not bound["training"]:
-            slope = (bound["lower"] + bound["upper"]) / 2
-            self._compute(call, torch.ops.aten.leaky_relu.default, {"self": bound["self"], "negative_slope": slope}, call.out)
         elif name in bags.TARGETS and bags.can_be_written_out(bound) and not any(id(slot) in self._last_use for slot in call.out[1:]):
             self._bags(call, bound)
         else:
@@ -111,8 +111,9 @@ class Emitter:
         """Run `op` on fakes, append its node, fill the slots `out`."""
         if not call.mark.grad:
             bound = {k: self._without_grad(v, call) for k, v in bound.items()}
-        bound = self._pin_dtype(op, bound, call)
-        result = self._run(op, bound, call.mark)
+        bound = self._pin_dtype(op, bound)
+        bound, casts = self._caster.arguments(op, bound, call)
+        result = call_with(op, fakes(bound, casts))
         slots = [out] if isinstance(out, Slot) else list(out)
         results = [result] if isinstance(result, Tensor) else list(result)
         assert len(slots) == len(results), (name_of(op), len(slots), len(results))
@@ -130,26 +131,25 @@ class Emitter:
         plain = tuple((k, arguments.plain_value(v, call.where, _to_ref)) for k, v in bound.items())
         devices = arguments.device_arguments(op)
         plain = tuple((k, None if k in devices else v) for k, v in plain)
-        tags = ("random",) if arguments.is_random(op) else ()
-        node = Node(OpCall(name_of(op), plain), tuple(outputs), call.module, call.mark.source, (None,) * len(outputs), tags)
+        tags = ("random",) if arguments.is_random(op) else ("dependent on strides",) if name_of(op) in arguments.STRIDED else ()
+        node = Node(OpCall(name_of(op), plain), tuple(outputs), call.module, call.mark.source, (None,) * len(outputs), tags, casts)
         self.normal.nodes.append(node)
         self.normal.marks.append(call.mark)
 
-    def _run(self, op: torch._ops.OpOverload, bound: Mapping[str, Any], mark: Mark) -> Any:
-        """The operator on fake tensors, under autocast where the call was."""
-        with ExitStack() as stack:
-            if mark.autocast is not None:
-                stack.enter_context(torch.autocast(self._autocast_device, dtype=getattr(torch, mark.autocast), cache_enabled=False))
-            keyword_only = {a.name for a in op._schema.arguments if a.kwarg_only}
-            values = {k: _to_fake(v) for k, v in bound.items()}
-            return op(*(v for k, v in values.items() if k not in keyword_only), **{k: v for k, v in values.items() if k in keyword_only})
-
-    def _pin_dtype(self, op: torch._ops.OpOverload, bound: Mapping[str, Any], call: Call) -> Mapping[str, Any]:
+    def _pin_dtype(self, op: torch._ops.OpOverload, bound: Mapping[str, Any]) -> Mapping[str, Any]:
         """Write down the dtype that a factory took from torch's default."""
         if "dtype" not in bound or bound["dtype"] is not None or any(slots_in(tuple(bound.values()))):
             return bound
-        result = self._run(op, bound, call.mark)
+        result = call_with(op, fakes(bound))
         return {**bound, "dtype": result.dtype} if isinstance(result, Tensor) else bound
+
+    def _cast(self, call: Call, source: Slot, dtype: torch.dtype, out: Slot) -> None:
+        bound = {"self": source, "dtype": dtype, "non_blocking": False, "copy": False, "memory_format": None}
+        self._compute(call, torch.ops.aten.to.dtype, bound, out)
+
+    def _of_parameter(self, slot: Slot) -> bool:
+        """Whether a slot holds a parameter or a view of one."""
+        return self._root_kind.get(slot.storage, (Kind.VALUE, ""))[0] is Kind.PARAMETER
 
     def _tensor(self, name: str, fake: Tensor, kind: Kind, call: Call) -> TensorRef:
         if any(not isinstance(n, int) for n in fake.shape):
@@ -186,7 +186,7 @@ class Emitter:
     def _identity(self, call: Call, bound: Mapping[str, Any]) -> None:
         source = next(iter(bound.values()))
         if call.out is not source:
-            self._assign(call.out, source.name, self._run(call.op, bound, call.mark))
+            self._assign(call.out, source.name, call_with(call.op, fakes(bound)))
 
     def _detach_in_place(self, call: Call, slot: Slot) -> None:
         assert slot.fake is not None
@@ -212,7 +212,7 @@ class Emitter:
             self._compute(call, call.op, {**bound, "tensors": some}, call.out)
         else:
             (only,) = some
-            self._assign(call.out, only.name, self._run(torch.ops.aten.clone.default, {"self": only, "memory_format": None}, call.mark))
+            self._compute(call, torch.ops.aten.clone.default, {"self": only, "memory_format": None}, call.out)
 
     # writes in place
 
@@ -240,7 +240,7 @@ class Emitter:
             self._copy(call, bound["src"], target.fake, new)
         else:
             twin = arguments.functional_twin(call.op, call.where)
-            self._compute(call, twin, arguments.bind(twin, (), bound), new)
+            self._compute(call, twin, arguments.rebind(call.op, twin, bound), new)
             self._convert(call, new, target.fake)
         assert new.fake is not None and new.fake.shape == target.fake.shape
         kind, name = self._root_kind.get(target.storage, (Kind.VALUE, ""))
@@ -289,8 +289,7 @@ class Emitter:
             current = self._without_grad(current, call)
         if current.fake is not None and current.fake.dtype != like.dtype:
             cast = Slot()
-            bound = {"self": current, "dtype": like.dtype, "non_blocking": False, "copy": False, "memory_format": None}
-            self._compute(call, torch.ops.aten.to.dtype, bound, cast)
+            self._cast(call, current, like.dtype, cast)
             current = cast
         if current.fake is not None and current.fake.shape != like.shape:
             wide = Slot()
@@ -303,9 +302,8 @@ class Emitter:
         """In place, the result keeps the target's dtype."""
         assert new.fake is not None
         if new.fake.dtype != like.dtype:
-            bound = {"self": new, "dtype": like.dtype, "non_blocking": False, "copy": False, "memory_format": None}
             cast = Slot()
-            self._compute(call, torch.ops.aten.to.dtype, bound, cast)
+            self._cast(call, new, like.dtype, cast)
             new.name, new.fake = cast.name, cast.fake
 
     def _refuse_write(self, i: int, call: Call, target: Slot) -> Sequence[Step]:
@@ -394,14 +392,6 @@ def _skips(tensors: Sequence[Slot]) -> bool:
 
 def _storage(fake: Tensor) -> int:
     return int(fake.untyped_storage()._cdata)
-
-
-def _to_fake(value: Any) -> Any:
-    if isinstance(value, Slot):
-        return value.fake
-    if isinstance(value, tuple | list):
-        return type(value)(_to_fake(v) for v in value)
-    return value
 
 
 def _to_ref(value: Any) -> Ref | None:

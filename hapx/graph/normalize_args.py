@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hapx.errors import CaptureError, UnsupportedOperatorError
+from hapx.graph.normalize_names import canonical, with_types
 from hapx.ir import TorchConst, Value
 
 # Checks of the exporter and of the user: nothing is computed.
@@ -25,6 +26,9 @@ IDENTITIES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "a
 # Copies of values. Whether the exporter records them depends on strides, which differ between devices; they have no meaning where
 # nothing is written in place and every view is a reshape.
 _COPIES = frozenset({"aten.contiguous.default", "aten.clone.default"})
+
+# What they give depends on how their operand lies in memory, which a plan does not know.
+STRIDED = frozenset({"aten.as_strided.default", "aten.as_strided_copy.default"})
 
 _DROPOUTS = frozenset({"aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.feature_alpha_dropout"})
 
@@ -134,19 +138,27 @@ def functional_twin(op: torch._ops.OpOverload, where: str) -> torch._ops.OpOverl
     """The operator without the underscore. Raises UnsupportedOperatorError where there is none, or where it would be random."""
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
-    # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor: the types decide, then the name
-    candidates = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
-    candidates = sorted((c for c in candidates if _types(c) == _types(op)), key=lambda c: c._overloadname != op._overloadname)
-    twin = candidates[0] if candidates else None
-    if twin is None or (is_random(twin) and "dropout" not in name) or written_arguments(twin):
+    # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor: the types decide
+    twin = with_types(packet, op) if packet is not None else None
+    if is_random(op) and "dropout" not in name:
+        raise UnsupportedOperatorError(
+            f"{name_of(op)} is random and has no rule",
+            where=where,
+            hint="pass the random numbers as an input, or use torch's dropout",
+        )
+    if twin is None or written_arguments(twin):
         raise UnsupportedOperatorError(
             f"{name_of(op)} writes into a tensor and has no form that makes a new one", where=where, hint="use an operator that makes a new tensor"
         )
-    return twin
+    return canonical(twin)
 
 
-def _types(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in op._schema.arguments]
+def rebind(op: torch._ops.OpOverload, twin: torch._ops.OpOverload, bound: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator under the names that its twin has for them (dropout_ calls `self` what dropout calls `input`)."""
+    names = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    own = [a.name for a in twin._schema.arguments if not a.kwarg_only]
+    renamed = dict(zip(names, own, strict=False))
+    return bind(twin, (), {renamed.get(k, k): v for k, v in bound.items()})
 
 
 def target_dtype(op: torch._ops.OpOverload, bound: Mapping[str, Any]) -> torch.dtype | None:

@@ -163,6 +163,8 @@ def _attribute(module: fx.GraphModule, path: str) -> Any:
 
 
 def _data_dependent(node: fx.Node, mark: Mark, path: str) -> CaptureError:
+    if "functorch" in (getattr(node.target, "__module__", None) or ""):
+        return CaptureError("torch.vmap cannot be captured", where=mark.where or path, hint="write it with plain operators on the whole batch")
     return CaptureError(
         f"{node.target} turns a tensor into a Python number or a shape, so the computation depends on the values of a tensor",
         where=mark.where or path,

@@ -3,8 +3,8 @@
 In: one `Mark` per node, written while the model was traced. Out: `Region`s, sorted. Invariant: the regions of one kind do not
 overlap, and every node with a mark of that kind lies in exactly one of them. Nested checkpoints count as the outermost one.
 
-An executor needs autocast regions to compute in the right dtypes (a node outside runs with autocast off, whatever the caller has
-on) and checkpoint regions to save memory. no_grad regions are for information: their inputs are already detached.
+An executor needs checkpoint regions to save memory. The others are for information: what a no_grad context uses is already detached, and
+what autocast casts is cast by nodes or by `Node.casts`.
 """
 
 from __future__ import annotations

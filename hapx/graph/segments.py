@@ -181,18 +181,19 @@ def _token(node: Node, refs: Mapping[str, TensorRef]) -> object:
         node.call.target,
         tuple((k, plain(v)) for k, v in node.call.args),
         tuple((o.kind, o.shape, o.dtype, o.requires_grad) for o in node.outputs),
+        tuple((node.call.refs().index(name), dtype) for name, dtype in node.casts),
     )
 
 
 def graph_hash(graph: Graph) -> str:
     """sha256 of the computation: tensors, calls, outputs, regions, constants. Not in it: weights, devices, module paths, source
-    lines, and what is derived from the calls (segments, blocks, batch dims)."""
+    lines, what is derived from the calls (segments, blocks, batch dims), and checkpoints that the planner has chosen."""
     digest = hashlib.sha256()
     parts: list[object] = [graph.mode, graph.batch, graph.input_names, graph.tied]
     parts += [(r.name, r.shape, r.dtype, r.kind.value, r.requires_grad, r.mutated) for r in sorted(graph.refs.values(), key=lambda r: r.name)]
-    parts += [(n.call.target, n.call.args, tuple(o.name for o in n.outputs), n.tags) for n in graph.nodes]
+    parts += [(n.call.target, n.call.args, tuple(o.name for o in n.outputs), n.tags, n.casts) for n in graph.nodes]
     parts += [(o.tensor, o.role, o.target) for o in graph.outputs]
-    parts += [(r.kind, r.start, r.stop, r.options) for r in graph.regions]
+    parts += [(r.kind, r.start, r.stop, r.options) for r in graph.regions if not r.chosen]
     parts += sorted(graph.constants.items())
     for part in parts:
         digest.update(repr(part).encode() + b"\n")

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from hapx.cluster.spec import ClusterSpec
+from hapx.cost.remat import chosen_blocks
 from hapx.layout import local_shape
 from hapx.plan import Plan, Stage
 from hapx.report.layers import layers
@@ -31,7 +32,20 @@ def plan_table(plan: Plan, against: Plan | None = None) -> str:
 def _title(plan: Plan) -> str:
     cluster, mesh = plan.cluster, plan.stages[0].mesh
     axes = f" as {' x '.join(f'{a.size} {a.name}' for a in mesh.axes)}" if len(mesh.axes) > 1 else ""
-    return f"plan for {cluster.name}: {cluster.num_devices} devices{axes}, strategy {plan.restriction.name}, {plan.precision}, {plan.optimizer}"
+    strategy = f"strategy {plan.restriction.name}, {plan.precision}, {plan.optimizer}"
+    return f"plan for {cluster.name}: {cluster.num_devices} devices{axes}, {strategy}{_autocast(plan)}{_remat(plan)}"
+
+
+def _autocast(plan: Plan) -> str:
+    return f", autocast {plan.first.autocast}" if plan.first.autocast else ""
+
+
+def _remat(plan: Plan) -> str:
+    """What is computed again in backward."""
+    graph = plan.graphs[plan.first]
+    count, chosen = sum(r.kind == "checkpoint" for r in graph.regions), chosen_blocks(graph)
+    parts = [f"{n} {what}" for n, what in ((chosen, "blocks"), (count - chosen, "checkpoints of the model")) if n]
+    return f"\ncomputed again in backward: {' and '.join(parts)}" if parts and graph.mode == "train" else ""
 
 
 # ---- devices -----------------------------------------------------------------------------------------------------------

@@ -8,15 +8,17 @@ device keeps its place (`hapx.runtime.empty`).
 
 The conversion Invariant -> Replicated of a parameter as it is stored is no collective in its place: the parameter enters the gradient
 synchroniser (`hapx.runtime.gradients`) before all other steps of its path. Steps along different axes commute, so this changes nothing.
+
+The instructions of a checkpoint region, conversions included, are a submodule that is computed again in backward (`hapx.runtime.recompute`);
+parameters enter the synchroniser before it, so that their gradients are summed in the backward pass proper.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,15 +26,18 @@ from torch import Tensor, fx, nn
 
 from hapx.collectives.composites import COMPOSITES
 from hapx.collectives.conversion import Conversion
+from hapx.collectives.freed import cast_again
 from hapx.collectives.rng import Rng
 from hapx.errors import PlanError
-from hapx.ir import CONVOLUTIONS, Graph, Kind, OpCall, Ref, TensorRef, TorchConst, Value
-from hapx.layout import local_offset
-from hapx.plan import Axes, Communication, Instruction, LocalBlock, LocalIndices, LocalOffset, LocalShape, LocalSize, Plan, ProgramKey, Triple
+from hapx.ir import CONVOLUTIONS, Graph, Kind, OpCall, TensorRef
+from hapx.plan import Communication, Instruction, Plan, ProgramKey, Triple
+from hapx.runtime.calls import Arguments, Composite, fill_all, find_operator, returns_several
 from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example, kept_operands
 from hapx.runtime.gradients import BUCKET_BYTES, Key, Layout, Pass, Use, bucket_layout
 from hapx.runtime.local import Communicators, Position
 from hapx.runtime.names import Names, identifier
+from hapx.runtime.recompute import Recomputed
+from hapx.runtime.scope import Scope, region_runs
 from hapx.states import Invariant, Placement, Property, Replicated
 from hapx.transposes import TRANSPOSES
 
@@ -50,43 +55,6 @@ class Synchronise(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.key[0]}: gradients are summed over axes {self.key[1]}"
-
-
-def under_autocast(device: str, dtype: torch.dtype, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call as inside of an autocast region of the model; everything else runs without autocast."""
-    with torch.autocast(device, dtype=dtype):
-        return function(*args, **kwargs)
-
-
-class Composite(nn.Module):
-    """A call of a composite; tensors are passed, everything else is bound. `autocast`: (device, dtype) of the region, if any."""
-
-    def __init__(self, target: str, function: Callable[..., Any], arguments: tuple[tuple[str, Any], ...], autocast: tuple[str, torch.dtype] | None):
-        super().__init__()
-        self.target, self.arguments = target, arguments
-        self.function = function if autocast is None else partial(under_autocast, *autocast, function)
-
-    def forward(self, *operands: Tensor) -> Any:
-        remaining = iter(operands)
-        return self.function(**{name: _fill(value, remaining) for name, value in self.arguments})
-
-    def extra_repr(self) -> str:
-        return f"{self.target}({', '.join(f'{k}={v}' for k, v in self.arguments if not isinstance(v, Tensor | Ref))})"
-
-
-def _fill(value: Any, operands: Any) -> Any:
-    """`value` with every Ref replaced by the next operand."""
-    if isinstance(value, Ref):
-        return next(operands)
-    return tuple(_fill(v, operands) for v in value) if isinstance(value, tuple) else value
-
-
-def _fill_all(args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with its operands in their places, in order of occurrence (keyword arguments come last in schemas)."""
-    remaining = iter(operands)
-    filled = _fill(args, remaining), {k: _fill(v, remaining) for k, v in kwargs.items()}
-    assert next(remaining, None) is None, "operands are left over"
-    return filled
 
 
 @dataclass(frozen=True)
@@ -109,7 +77,9 @@ class LocalProgram:
 
     @property
     def code(self) -> str:
-        return str(self.module.code)
+        """Python text: the program, then its regions that are computed again in backward."""
+        regions = [f"\n\n# {name}\n{m.body.code}" for name, m in self.module.named_modules() if isinstance(m, Recomputed)]
+        return "".join([str(self.module.code), *regions])
 
 
 def build_local(
@@ -122,43 +92,51 @@ def build_local(
     device: torch.device | None = None,
     local_inputs: Mapping[str, Placement] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    gradient_dtype: torch.dtype | None = None,
 ) -> LocalProgram:
     """The program of `key` for device `rank`. `local_inputs`: inputs that arrive in the given placement instead of Replicated; the
-    program must hold the conversion from Replicated to it."""
+    program must hold the conversion from Replicated to it. `gradient_dtype`: in which gradients of parameters are summed over devices."""
     if len(plan.stages) != 1:
         raise PlanError(f"a plan with {len(plan.stages)} pipeline stages cannot be run yet", allowed="one stage", hint="plan with max_stages=1")
-    return _Builder(plan, rank, key, communicators, rng, device or torch.device("cpu"), dict(local_inputs or {})).build(bucket_bytes)
+    builder = _Builder(plan, rank, key, communicators, rng, device or torch.device("cpu"), dict(local_inputs or {}), gradient_dtype)
+    return builder.build(bucket_bytes)
 
 
 class _Builder:
-    """The variables of the fx graph while it is made. `names`: variable of each property."""
+    """The program while it is made. `scope`: the graph under way, `top` or that of a region."""
 
     def __init__(
-        self, plan: Plan, rank: int, key: ProgramKey, communicators: Communicators, rng: Rng, device: torch.device, local_inputs: dict[str, Placement]
-    ):
+        self, plan: Plan, rank: int, key: ProgramKey, communicators: Communicators, rng: Rng, device: torch.device,
+        local_inputs: dict[str, Placement], gradient_dtype: torch.dtype | None,
+    ):  # fmt: skip
         stage = plan.stages[0]
         self.graph, self.program = plan.graphs[key], stage.programs[key]
         self.stored = frozenset(self.program.needs)
         self.key, self.position, self.communicators, self.rng, self.device = key, Position.of(stage, key, rank), communicators, rng, device
-        self.local_inputs = local_inputs
-        self.fx, self.root = fx.Graph(), nn.Module()
-        self.names, self.modules = Names(), Names(dir(nn.Module()))
-        self.variables: dict[Property, fx.Node] = {}
+        self.local_inputs, self.gradient_dtype = local_inputs, gradient_dtype
+        self.arguments = Arguments(self.position, communicators, rng, device)
+        self.root, self.modules = nn.Module(), Names(dir(nn.Module()))
+        self.top = self.scope = Scope()
         self.entered: dict[Key, fx.Node] = {}
         self.entries: list[Synchronise] = []
         self.uses: list[Use] = []
-        regions = [r for r in self.graph.regions if r.kind == "autocast"]
-        self.autocast = {i: (device.type, getattr(torch, dict(r.options)["dtype"].name)) for r in regions for i in range(r.start, r.stop)}
+        self.written = {o.target for o in self.graph.outputs if o.role == "buffer"} | {r.name for r in self.graph.refs.values() if r.mutated}
 
     def build(self, bucket_bytes: int) -> LocalProgram:
         parameters, buffers, inputs = self._placeholders()
-        for instruction in self.program.instructions:
+        runs = region_runs(self.program, self.graph)
+        ends = frozenset(runs.values())
+        for k, instruction in enumerate(self.program.instructions):
+            if k in runs:
+                self.scope = Scope(self.top)
             self._instruction(instruction)
+            if self.scope is not self.top and k + 1 in ends:
+                self._close_region(k + 1)
         gives = {p.tensor: p for p in self.program.gives}
         ordered = tuple(gives[o.tensor] for o in self.graph.outputs)
-        self.fx.output(tuple(self.variables[p] for p in ordered))
-        self.fx.lint()
-        module = fx.GraphModule(self.root, self.fx, "LocalProgram")
+        self.top.graph.output(tuple(self.top.read(p) for p in ordered))
+        self.top.graph.lint()
+        module = fx.GraphModule(self.root, self.top.graph, "LocalProgram")
         placements = {n: self.local_inputs.get(n, self.replicated) for n in inputs}
         layout = bucket_layout(self.uses, self.device, bucket_bytes)
         return LocalProgram(
@@ -179,22 +157,39 @@ class _Builder:
         inputs = self.graph.input_names
         for name in (*parameters, *buffers, *inputs):
             placement = self.local_inputs.get(name) or (needs[name].placement if name in needs else self.replicated)
-            self.variables[Property(name, placement)] = self.fx.placeholder(self.names.fresh(identifier(name)))
+            self.top.made[Property(name, placement)] = self.top.graph.placeholder(self.top.names.fresh(identifier(name)))
         for name, ref in self.graph.refs.items():
             if name in self.graph.constants and self.graph.producer.get(name) is None:
                 values = torch.tensor(self.graph.constants[name], dtype=getattr(torch, ref.dtype), device=self.device).reshape(ref.shape)
-                self.variables[Property(name, self.replicated)] = self._constant(identifier(name), values)
+                self.top.made[Property(name, self.replicated)] = self._constant(identifier(name), values)
         return parameters, buffers, inputs
 
     def _constant(self, name: str, value: Tensor) -> fx.Node:
         name = self.modules.fresh(name)
         self.root.register_buffer(name, value)
-        return self.fx.get_attr(name)
+        return self.top.graph.get_attr(name)
 
-    def _submodule(self, name: str, module: nn.Module, *operands: fx.Node) -> fx.Node:
+    def _submodule(self, name: str, module: nn.Module, *operands: fx.Node, scope: Scope | None = None) -> fx.Node:
         name = self.modules.fresh(name)
         self.root.add_module(name, module)
-        return self.fx.call_module(name, operands)
+        return (scope or self.scope).graph.call_module(name, operands)
+
+    # ---- regions ------------------------------------------------------------------------------------------------------
+
+    def _close_region(self, stop: int) -> None:
+        """The scope of a region becomes a submodule of the program; what instructions from number `stop` on read are its outputs."""
+        region, self.scope = self.scope, self.top
+        later = dict.fromkeys([p for i in self.program.instructions[stop:] for p in i.triple.pre] + list(self.program.gives))
+        results = [p for p in later if p in region.made and p not in self.top and not region.pass_on(p)]
+        region.graph.output(tuple(region.made[p] for p in results))
+        region.graph.lint()
+        body = fx.GraphModule(self.root, region.graph, "Region")
+        written = frozenset(i for i, (_, p) in enumerate(region.taken.values()) if p is not None and p.tensor in self.written)
+        grads = [self.graph.refs[p.tensor].requires_grad for p in results]
+        node = self._submodule("recomputed", Recomputed(body, written, grads, self.rng), *region.taken)
+        for i, p in enumerate(results):
+            name = identifier(self.graph.refs[p.tensor].name)
+            self.top.made[p] = self.top.graph.create_node("call_function", operator.getitem, (node, i), name=name)
 
     # ---- instructions -------------------------------------------------------------------------------------------------
 
@@ -202,7 +197,7 @@ class _Builder:
         triple = instruction.triple
         if instruction.remat is not None:
             raise PlanError("a plan with rematerialisation cannot be run yet", where=str(triple), hint='plan with remat="none"')
-        if all(p in self.variables for p in triple.post):  # the first that makes a property stands
+        if all(p in self.scope for p in triple.post):  # the first that makes a property stands
             return
         if isinstance(triple.body, OpCall):
             self._call(triple, triple.body)
@@ -210,65 +205,65 @@ class _Builder:
             self._conversion(triple, triple.body)
 
     def _read(self, p: Property) -> fx.Node:
-        if p not in self.variables:
+        if p not in self.scope:
             raise PlanError(f"{p} is used before it is made", where=f"program of device {self.position.coordinates}")
-        return self.variables[p]
+        return self.scope.read(p)
 
     def _conversion(self, triple: Triple, path: tuple[Communication, ...]) -> None:
         """The steps of a path, one submodule each; those that do nothing at all are left out."""
         (source,), (target,) = triple.pre, triple.post
         ref = self.graph.refs[source.tensor]
-        if ref.kind is Kind.INPUT and source not in self.variables:
+        if ref.kind is Kind.INPUT and source not in self.scope:
             raise PlanError(f"input {ref.name} arrives cut, but {triple} needs all of it")
-        node, at = self._read(source), source.placement
+        at, axes = source.placement, ()
         if source in self.stored and ref.kind is Kind.PARAMETER:  # not a copy of it, whose cotangent must go on to the parameter
             axes = tuple(sorted(c.axis for c in path if c.gradient and isinstance(c.source, Invariant) and isinstance(c.target, Replicated)))
-            if axes:
-                node = self._enter(ref, axes, source.placement, node)
-                path = tuple(c for c in path if c.axis not in axes)
-                at = _with_states(at, {a: Replicated() for a in axes})
+        if axes:
+            node = self.scope.take(self._enter(ref, axes, source))
+            path = tuple(c for c in path if c.axis not in axes)
+            at = _with_states(at, {a: Replicated() for a in axes})
+        else:
+            node = self._read(source)
         for c in path:
             after = at.with_state(c.axis, c.target)
             forward, backward = TRANSPOSES[type(c.source), type(c.target)]
             if forward != "none" or (c.gradient and backward != "none"):
                 blocks = self.position.block(at, c.axis), self.position.block(after, c.axis)
-                module = Conversion(c, self.communicators[(c.axis,)], *blocks, ref.name)
+                summed = self.gradient_dtype if ref.kind is Kind.PARAMETER else None
+                module = Conversion(c, self.communicators[(c.axis,)], *blocks, ref.name, summed)
                 verb = forward if forward != "none" else f"backward_{backward}"
                 node = self._submodule(f"{verb}_{identifier(ref.name)}", module, node)
             at = after
-        self.variables[target] = node
+        self.scope.made[target] = node
 
-    def _enter(self, ref: TensorRef, axes: tuple[int, ...], stored: Placement, node: fx.Node) -> fx.Node:
+    def _enter(self, ref: TensorRef, axes: tuple[int, ...], stored: Property) -> fx.Node:
+        """The parameter in the synchroniser: a node of the program, outside of all regions."""
         key = (ref.name, axes)
         if key not in self.entered:
             entry = Synchronise(key)
             self.entries.append(entry)
-            self.uses.append(Use(key, math.prod(self.position.shape(ref.shape, stored)), getattr(torch, ref.dtype)))
-            self.entered[key] = self._submodule(f"synchronise_{identifier(ref.name)}", entry, node)
+            self.uses.append(Use(key, math.prod(self.position.shape(ref.shape, stored.placement)), self.gradient_dtype or getattr(torch, ref.dtype)))
+            self.entered[key] = self._submodule(f"synchronise_{identifier(ref.name)}", entry, self.top.read(stored), scope=self.top)
         return self.entered[key]
 
     def _call(self, triple: Triple, call: OpCall) -> None:
         assert triple.node is not None
-        outputs = self.graph.nodes[triple.node].outputs
-        operands = [self._read(p) for p in triple.pre]
+        made = self.graph.nodes[triple.node]
+        outputs, operands = made.outputs, [self._operand(p, dict(made.casts)) for p in triple.pre]
         label = identifier(call.op.split(".", 1)[1])
         if call.target in COMPOSITES:
-            arguments = tuple((name, self._bound(name, value)) for name, value in call.args)
-            module = Composite(call.target, COMPOSITES[call.target], arguments, self.autocast.get(triple.node))
+            arguments = tuple((name, self.arguments.bound(name, value)) for name, value in call.args)
+            module = Composite(call.target, COMPOSITES[call.target], arguments)
             node, listed = self._submodule(label, module, *operands), len(outputs) > 1
         else:
             function = find_operator(call.target)
-            listed = _returns_several(function)
-            args, kwargs = self._arguments(function, call)
+            listed = returns_several(function)
+            args, kwargs = self.arguments.of(function, call)
             stand_in = self._stand_in(triple, call, function, args, kwargs, listed)
             if stand_in is None:
-                args, kwargs = _fill_all(args, kwargs, operands)
+                args, kwargs = fill_all(args, kwargs, operands)
                 name = label if listed else identifier(outputs[0].name)
-                if triple.node in self.autocast:
-                    args, called = (*self.autocast[triple.node], function, *args), under_autocast
-                else:
-                    called = function
-                node = self.fx.create_node("call_function", called, args, kwargs, name=name)
+                node = self.scope.graph.create_node("call_function", function, args, kwargs, name=name)
             else:
                 node = self._submodule(f"empty_{label}", stand_in, *operands)
         self._bind(node, triple, outputs, listed)
@@ -276,8 +271,16 @@ class _Builder:
     def _bind(self, node: fx.Node, triple: Triple, outputs: tuple[TensorRef, ...], listed: bool) -> None:
         """Variables for the outputs of a call, named after the tensors."""
         for i, (ref, p) in enumerate(zip(outputs, triple.post, strict=True)):
-            value = self.fx.create_node("call_function", operator.getitem, (node, i), name=identifier(ref.name)) if listed else node
-            self.variables.setdefault(p, value)
+            value = self.scope.graph.create_node("call_function", operator.getitem, (node, i), name=identifier(ref.name)) if listed else node
+            self.scope.made.setdefault(p, value)
+
+    def _operand(self, p: Property, casts: Mapping[str, str]) -> fx.Node:
+        """An operand as the call reads it."""
+        node = self._read(p)
+        if p.tensor not in casts:
+            return node
+        name = f"{identifier(p.tensor)}_{casts[p.tensor]}"
+        return self.scope.graph.create_node("call_function", cast_again, (node, getattr(torch, casts[p.tensor])), name=name)
 
     def _stand_in(
         self, triple: Triple, call: OpCall, function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], listed: bool
@@ -289,8 +292,9 @@ class _Builder:
         refs = [self.graph.refs[p.tensor] for p in triple.pre]
         local = [self.position.shape(r.shape, p.placement) for r, p in zip(refs, triple.pre, strict=True)]
         if triple.pre and all(0 in s for s in shapes):
-            examples = [example(s, getattr(torch, r.dtype), r.requires_grad, self.device) for s, r in zip(local, refs, strict=True)]
-            if accepts(function, *_fill_all(args, kwargs, examples), shapes):
+            read = self.graph.nodes[triple.node].reads
+            examples = [example(s, getattr(torch, read(r)), r.requires_grad, self.device) for s, r in zip(local, refs, strict=True)]
+            if accepts(function, *fill_all(args, kwargs, examples), shapes):
                 return None
             described = [(s, getattr(torch, r.dtype), r.requires_grad) for s, r in zip(shapes, outputs, strict=True)]
             return EmptyCall(call.target, described, listed, self._kept(triple.node))
@@ -299,89 +303,20 @@ class _Builder:
         return None
 
     def _kept(self, index: int) -> tuple[int, ...]:
-        """Which operands a node keeps for backward on devices where it has elements."""
+        """Which operands (as the call reads them) a node keeps for backward on devices where it has elements."""
         node = self.graph.nodes[index]
         function = find_operator(node.call.target)
-        args, kwargs = self._arguments(function, node.call)
-        described = [(r.shape, getattr(torch, r.dtype), r.requires_grad) for r in (self.graph.refs[n] for n in node.call.refs())]
+        args, kwargs = self.arguments.of(function, node.call)
+        refs = [self.graph.refs[n] for n in node.call.refs()]
 
         def call(*operands: Tensor) -> Any:
-            filled, named = _fill_all(args, kwargs, operands)
-            return under_autocast(*self.autocast[index], function, *filled, **named) if index in self.autocast else function(*filled, **named)
+            filled, named = fill_all(args, kwargs, operands)
+            return function(*filled, **named)
 
-        return kept_operands(call, described, self.device)
-
-    def _arguments(self, function: torch._ops.OpOverload, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional arguments up to the last one that is not a default, and keyword arguments; Refs in the places of operands."""
-        values = {name: self._bound(name, value) for name, value in call.args}
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        for argument in function._schema.arguments:
-            value = values.get(argument.name, argument.default_value)
-            if argument.name == "device" and value is None and not call.refs():
-                value = self.device  # factories make their tensor where this rank computes
-            if not argument.kwarg_only:
-                args.append(value)
-            elif not _is_default(argument, value):
-                kwargs[argument.name] = value
-        positional = [a for a in function._schema.arguments if not a.kwarg_only]
-        while args and _is_default(positional[len(args) - 1], args[-1]):
-            args.pop()
-        return tuple(args), kwargs
-
-    def _bound(self, name: str, value: Value) -> Any:
-        """An argument as this device sees it; Refs stay."""
-        sizes, lengths, mine = self.position.mesh.sizes, self.position.lengths, self.position.coordinates
-        if name == "rng" and value is None:
-            return self.rng
-        if isinstance(value, LocalShape):
-            return list(self.position.shape(value.shape, value.placement))
-        if isinstance(value, LocalSize):
-            return self.position.shape((value.size,), value.placement)[0]
-        if isinstance(value, LocalOffset):
-            return local_offset(value.dim, value.placement, sizes, lengths, mine)
-        if isinstance(value, LocalIndices):
-            found = self.position.indices(value.shape, value.placement)
-            return tuple(None if i is None else torch.from_numpy(i).to(self.device) for i in found)
-        if isinstance(value, LocalBlock):
-            return self.position.block(value.placement, value.axis)
-        if isinstance(value, Axes):
-            return self.communicators[value.axes] if value.axes else None
-        if isinstance(value, TorchConst):
-            return getattr(torch, value.name)
-        if isinstance(value, tuple):
-            return tuple(self._bound("", v) for v in value)
-        return value
+        return kept_operands(call, [(r.shape, getattr(torch, node.reads(r)), r.requires_grad) for r in refs], self.device)
 
 
 def _with_states(placement: Placement, states: Mapping[int, Any]) -> Placement:
     for axis, state in states.items():
         placement = placement.with_state(axis, state)
     return placement
-
-
-def find_operator(target: str) -> torch._ops.OpOverload:
-    """The overload named "aten.linear.default". Raises PlanError for one that is not there."""
-    try:
-        namespace, name, overload = target.split(".")
-        found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    except (ValueError, AttributeError):
-        raise PlanError(
-            f"there is no operator {target!r}", hint="import the library that registers it, or plan again with this version of torch"
-        ) from None
-    assert isinstance(found, torch._ops.OpOverload)
-    return found
-
-
-def _returns_several(function: torch._ops.OpOverload) -> bool:
-    returns = function._schema.returns
-    return len(returns) > 1 or not isinstance(returns[0].type, torch.TensorType)
-
-
-def _is_default(argument: Any, value: Any) -> bool:
-    if not argument.has_default_value():
-        return False
-    default = argument.default_value
-    if isinstance(value, tuple | list) and isinstance(default, list):
-        return list(value) == default
-    return type(value) is type(default) and bool(value == default)

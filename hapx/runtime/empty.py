@@ -33,7 +33,7 @@ def accepts(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         differentiable = [t for t in outputs if t.requires_grad]
         if differentiable:
             torch.autograd.backward(differentiable, [torch.zeros_like(t) for t in differentiable])
-    except (RuntimeError, IndexError, ValueError):
+    except Exception:  # whatever a kernel says, custom ones included
         return False
     return [tuple(t.shape) for t in outputs] == [tuple(s) for s in shapes]
 

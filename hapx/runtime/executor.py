@@ -37,11 +37,12 @@ class Executor:
         module: the user's; its parameters and buffers are replaced by this device's pieces, in place.
         communicators: of `hapx.collectives.communicator.create_groups` for the plan's mesh.
         seed: of the random numbers; the same on all ranks.
+        gradient_dtype: in which gradients of parameters are summed over devices; None: the parameter's own.
     """
 
     def __init__(
         self, plan: Plan, rank: int, module: nn.Module, communicators: Communicators, *,
-        seed: int = 0, device: torch.device | None = None, bucket_bytes: int = BUCKET_BYTES,
+        seed: int = 0, device: torch.device | None = None, bucket_bytes: int = BUCKET_BYTES, gradient_dtype: torch.dtype | None = None,
     ):  # fmt: skip
         if len(plan.stages) != 1:
             raise LaunchError(
@@ -53,7 +54,7 @@ class Executor:
         self.drifts = len({plan.cluster.devices[d].type for d in plan.stages[0].mesh.devices}) > 1
         self.everyone = communicators[tuple(range(len(plan.stages[0].mesh.axes)))]
         self.store = ParameterStore(module, plan, self.position(plan.first), communicators, self.device)
-        self.gradients = GradientSynchroniser(dict(module.named_parameters(remove_duplicate=False)), communicators)
+        self.gradients = GradientSynchroniser(dict(module.named_parameters(remove_duplicate=False)), communicators, gradient_dtype)
         self.programs: dict[tuple[ProgramKey, tuple[tuple[str, Placement], ...]], LocalProgram] = {}
 
     def position(self, key: ProgramKey) -> Position:
@@ -65,7 +66,7 @@ class Executor:
         if (key, local) not in self.programs:
             self.programs[key, local] = build_local(
                 self.plan, self.rank, key, self.communicators, self.rng,
-                device=self.device, local_inputs=dict(local), bucket_bytes=self.bucket_bytes,
+                device=self.device, local_inputs=dict(local), bucket_bytes=self.bucket_bytes, gradient_dtype=self.gradients.dtype,
             )  # fmt: skip
         return self.programs[key, local]
 
@@ -85,7 +86,7 @@ class Executor:
         arguments = [self.module.get_parameter(n) for n in program.parameters]
         arguments += [self.module.get_buffer(n) for n in program.buffers]
         arguments += [inputs[n] for n in program.inputs]
-        # the program says itself which calls are under autocast, whatever the caller has on
+        # the program says itself in which dtypes it computes, whatever the caller has on
         with freeing(), torch.autocast(self.device.type, enabled=False):
             values = program.module(*arguments)
         for entry in program.entries:

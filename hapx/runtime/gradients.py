@@ -8,7 +8,8 @@ local partial gradient in a bucket, full buckets are summed asynchronously, and 
 
 Invariants: the layout of the buckets is static (reverse order of first use) and they are launched in the order of that layout,
 so all ranks start the same collectives in the same order, whatever order autograd visits the parameters in. Every forward pass
-has its own state: several forwards before one backward, repeated backward and accumulation give what one device would get.
+has its own state: several forwards before one backward, repeated backward and accumulation give what one device would get. The sums are
+taken in the dtype of the bucket (the parameter's, or the one the user chose); `.grad` has the parameter's.
 """
 
 from __future__ import annotations
@@ -98,10 +99,11 @@ class GradientSynchroniser:
     Args:
         parameters: local parameters by name.
         communicators: by axes.
+        dtype: in which gradients are summed over devices; None: the parameter's.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], communicators: Communicators):
-        self.parameters, self.communicators = parameters, communicators
+    def __init__(self, parameters: Mapping[str, nn.Parameter], communicators: Communicators, dtype: torch.dtype | None = None):
+        self.parameters, self.communicators, self.dtype = parameters, communicators, dtype
         self.held: dict[Key, Tensor] = {}
         self._aside = False
 
@@ -136,7 +138,7 @@ class GradientSynchroniser:
     def add(self, name: str, gradient: Tensor) -> None:
         """Add a finished gradient to the parameter's `.grad`."""
         parameter = self.parameters[name]
-        gradient = gradient.view(parameter.shape)
+        gradient = gradient.view(parameter.shape).to(parameter.dtype)
         if parameter.grad is None:
             parameter.grad = gradient
         else:
@@ -216,6 +218,7 @@ class Pass:
         strangers = []  # kept aside by another program, unknown to this one
         for key in sorted(held):
             gradient = held.pop(key).contiguous()
+            gradient = gradient if self.synchroniser.dtype is None else gradient.to(self.synchroniser.dtype)
             strangers.append((key, self.synchroniser.communicators[key[1]].all_reduce_async(gradient)))
         for keys, handle in self.handles:
             summed = handle.wait()

@@ -49,17 +49,20 @@ class Domain(Protocol[N]):
 @dataclass(slots=True)
 class Statistics:
     """expansions: nodes expanded; generated: nodes made; dominated, bounded: nodes dropped by the two rules;
-    unproven: searches that ended with their budget."""
+    unproven: searches that ended with their budget; gap: by how much, relative, a solution may be above the best one, the largest of all."""
 
     expansions: int = 0
     generated: int = 0
     dominated: int = 0
     bounded: int = 0
     unproven: int = 0
+    gap: float = 0.0
 
     def add(self, other: Statistics) -> None:
+        gap = max(self.gap, other.gap)
         for f in fields(self):
             setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
+        self.gap = gap
 
 
 class Front(Generic[N]):
@@ -110,13 +113,16 @@ def beam(domain: Domain[N], width: int, statistics: Statistics, incumbent: N | N
     return min(nodes, key=lambda n: n.estimate, default=incumbent)
 
 
-def search(domain: Domain[N], statistics: Statistics, incumbent: N | None = None, budget: int | None = None) -> N | None:
-    """An optimal solution, or `incumbent` where nothing is better; None if there is no solution at all.
+def search(
+    domain: Domain[N], statistics: Statistics, incumbent: N | None = None, budget: int | None = None, tolerance: float = TOLERANCE
+) -> N | None:
+    """A solution that is optimal within `tolerance` (relative), or `incumbent` where nothing is better; None if there is no solution at all.
 
     budget: nodes to generate at most (four times as many while there is no solution); when it is spent, the best solution so far is returned
-    and `statistics.unproven` says so."""
+    and `statistics.unproven` says so, `statistics.gap` how far from the best it may be."""
     best = incumbent
-    limit = best.estimate * (1 - TOLERANCE) if best is not None else float("inf")
+    limit = best.estimate * (1 - tolerance) if best is not None else float("inf")
+    least = limit  # below the estimates of everything that was not followed further
     fronts: list[Front[N]] = [Front(domain) for _ in range(domain.depth + 1)]
     start = domain.start()
     if start is None:
@@ -135,6 +141,7 @@ def search(domain: Domain[N], statistics: Statistics, incumbent: N | None = None
             break
         if budget is not None and generated > (budget if best is not None else 4 * budget):
             statistics.unproven += 1
+            least = estimate
             break
         statistics.expansions += 1
         for successor in domain.successors(node, limit):
@@ -146,6 +153,9 @@ def search(domain: Domain[N], statistics: Statistics, incumbent: N | None = None
                 # of equal estimates the deeper one first: it is nearer to an answer
                 heapq.heappush(queue, (successor.estimate, -successor.level, count, successor))
                 if successor.level == domain.depth:
-                    best, limit = successor, min(limit, successor.estimate * (1 - TOLERANCE))
+                    best, limit = successor, min(limit, successor.estimate * (1 - tolerance))
+                    least = min(least, limit)
     statistics.generated += generated
+    if best is not None:
+        statistics.gap = max(statistics.gap, 1 - min(least, best.estimate) / best.estimate)
     return best

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from operator import truediv
+from operator import mul, truediv
 from typing import NamedTuple, TypeVar
 
 from hapx.cost.terms import Shares
@@ -57,10 +57,11 @@ Item = TypeVar("Item", Option, Move)
 
 class Moves:
     """Moves at given shares. memory: bytes are part of the comparison (only needed when a limit binds). capacity: instead of seconds, count the
-    share of this capacity (bytes per kind) that is used, as if it were forward compute: the search then finds the program of least memory."""
+    share of this capacity (bytes per kind) that is used, as if it were forward compute: the search then finds the program of least memory.
+    prices: seconds that a byte costs in addition, per kind."""
 
-    def __init__(self, problem: Problem, shares: Shares, memory: bool, capacity: Vector | None = None):
-        self.problem, self.memory, self.capacity = problem, memory, capacity
+    def __init__(self, problem: Problem, shares: Shares, memory: bool, capacity: Vector | None = None, prices: Vector | None = None):
+        self.problem, self.memory, self.capacity, self.prices = problem, memory, capacity, prices
         self.values = Values(problem.terms, shares)
         self.nothing = nothing(problem.terms.kinds)
         self._moves: dict[tuple[int, tuple[int, ...]], tuple[Move, ...]] = {}
@@ -156,6 +157,10 @@ class Moves:
             self._edges[key] = self.values.effect(replace(edge.cost, memory=-1)) if self.capacity is None else self.nothing
         return self._edges[key]
 
+    def price(self, term: int) -> float:
+        """What the memory of a term costs."""
+        return float(sum(map(mul, self.prices, self.values[term]))) if self.prices is not None else 0.0
+
     def _stored(self, table: TensorTable, target: int, once: bool) -> Iterator[Option]:
         """once: the parameter has no other use; the others are kept in any placement, since a later use may want it."""
         allowed = storages(tuple(table.placements[k.placement] for k in table.stored), table.placements[target]) if once else None
@@ -170,6 +175,8 @@ class Moves:
         return self._counted(self.values.effect(step))
 
     def _counted(self, effect: Effect) -> Effect:
+        if self.prices is not None:
+            return effect._replace(const=effect.const + sum(map(mul, self.prices, effect.memory)))
         if self.capacity is None:
             return effect
         return self.nothing._replace(forward=tuple(map(truediv, effect.memory, self.capacity)), memory=effect.memory)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hapx.cost.compute import work
-from hapx.cost.memory import kept
+from hapx.cost.memory import converted_again, kept
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.table import TermTable
 from hapx.errors import PlanError
@@ -128,6 +128,7 @@ class _Builder:
         self.theory, self.costs, self.rule, self.given = theory, costs, restriction, given
         self.graph: Graph = theory.graph
         self.saved = kept(self.graph) if self.graph.mode == "train" else frozenset()
+        self.again = converted_again(self.graph) if self.graph.mode == "train" else frozenset()
         self.terms = TermTable(len(costs.kinds))
         self.ids: dict[Placement, int] = {}
         self.by_object: dict[int, int] = {}
@@ -228,7 +229,7 @@ class _Builder:
     def _table(self, name: str, ids: tuple[int, ...], shared: dict[Any, TensorTable]) -> TensorTable:
         ref = self.graph.refs[name]
         stored = tuple(self._id(p) for p in self.stored.get(name, ()))
-        key = (ref.shape, ref.dtype, ref.kind, ref.requires_grad, name in self.saved, ids, stored)
+        key = (ref.shape, ref.dtype, ref.kind, ref.requires_grad, name in self.saved, name in self.again, ids, stored)
         if key not in shared:
             shared[key] = TensorTable(ref, [self.placements[i] for i in ids], self.stored.get(name, ()), self.costs, self.terms, self.theory.mesh,
                                       self.rule, self.graph.mode == "train")  # fmt: skip

@@ -110,6 +110,7 @@ class TensorTable:
             both = numbered(terms, StepCost(None, None, update, memory))
             self.stored.append(Kept(self.number[p], memory, StepCost(None, None, update, None), both))
         self._closure: dict[int, int] = {}
+        self._held: dict[Placement, int] = {}
         self._edges: dict[tuple[int, int], tuple[Edge, ...]] = {}
         self._conversions: dict[tuple[int, int, tuple[Communication, ...]], Conversion] = {}
 
@@ -153,6 +154,12 @@ class TensorTable:
             cost = self.cost.conversion(self.ref, path, self.placements[target])
             self._conversions[key] = Conversion(source, target, path, cost, numbered(self.terms, cost))
         return self._conversions[key]
+
+    def held(self, target: Placement) -> int:
+        """Number of the term of what stays allocated where communication makes the tensor in `target`."""
+        if target not in self._held:
+            self._held[target] = self.terms.number(self.cost.held(self.ref, target))
+        return self._held[target]
 
     def free_path(self, source: int, target: int) -> tuple[Communication, ...]:
         """The path of a free conversion; any of them, none communicates."""

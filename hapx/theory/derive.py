@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from hapx.errors import UnsupportedOperatorError
 from hapx.ir import Graph, Kind, Node, OpCall, TensorRef
 from hapx.layout import compatible
 from hapx.plan import Mesh, Triple
 from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Placement, Property, Sharded, State
+from hapx.theory.discover import refuse
 from hapx.theory.grains import Grains, find_grains, node_key, operands
 from hapx.theory.registry import LocalCall, Rule, Site, lookup
 from hapx.theory.triple import Theory
@@ -54,19 +54,17 @@ def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None) -> Theory:
 
 def check_operators(graph: Graph) -> None:
     """Refuse operators about which nothing can be said; name the ones that are only replicated."""
-    unknown: dict[str, Node] = {}
-    for node in graph.nodes:
-        if lookup(node.call) is None:
-            if node.tags:
-                raise UnsupportedOperatorError(
-                    f"{node.call.target} is {' and '.join(node.tags)} and has no rule",
-                    where=f"{node.module or 'model'} ({node.source})",
-                    hint="replace it by a deterministic operator, or register a rule for it",
-                )
-            unknown.setdefault(node.call.target, node)
-    for target, node in unknown.items():
+    refuse(graph)
+    notes = {i: p.note for p in graph.probed for i in p.nodes}
+    replicated: dict[str, int] = {}
+    for i, node in enumerate(graph.nodes):
+        if lookup(node.call) is None and not graph.probed_rules.get(i):
+            replicated.setdefault(node.call.target, i)
+    for target, i in replicated.items():
+        node = graph.nodes[i]
+        why = f" ({notes[i]})" if notes.get(i) else ""
         warnings.warn(
-            f"{target} has no rule: it runs whole on every device (in {node.module or 'model'}, {node.source})",
+            f"{target} has no rule{why}: it runs whole on every device (in {node.module or 'model'}, {node.source})",
             ReplicatedOperatorWarning,
             stacklevel=3,
         )

@@ -75,12 +75,13 @@ def _fixpoint(graph: Graph, sites: dict[str, frozenset[Site]]) -> tuple[tuple[Ru
         for i in order:
             node = graph.nodes[i]
             tensors = (*operands(graph, node), *node.outputs)
-            key = _signature(node, tensors, sites)
+            found = graph.probed_rules.get(i, ())
+            key = _signature(node, tensors, sites), found
             if key not in cache:
                 context = Context(node, tensors[: len(tensors) - len(node.outputs)], sites)
                 entry = lookup(node.call)
                 implied = implied_rules(context) if entry is None or entry.implied else ()
-                rules_of = (*implied, *(entry.rules(context) if entry else ()))
+                rules_of = (*implied, *(entry.rules(context) if entry else found))
                 cache[key] = tuple(dict.fromkeys(without_gradient(context, rules_of)))
             rules[i] = cache[key]
             for slot_of in rules[i]:

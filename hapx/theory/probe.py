@@ -40,8 +40,8 @@ SEED = 5  # of the masks of random operators
 
 
 def find_overload(target: str) -> torch._ops.OpOverload:
-    _, name, overload = target.split(".")
-    found = getattr(getattr(torch.ops.aten, name), overload)
+    namespace, name, overload = target.split(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     assert isinstance(found, torch._ops.OpOverload)
     return found
 
@@ -65,7 +65,7 @@ def complete(call: OpCall) -> OpCall:
 @dataclass(frozen=True)
 class Truth:
     """A call and what it does on one device. `operands`: per occurrence; `changed`: the operands after the call; `gradients`: per
-    occurrence, None for an operand without gradient."""
+    occurrence, None for an operand without gradient. `magnitude`: numbers as large have the absolute error `tolerance`."""
 
     graph: Graph
     operands: tuple[Tensor, ...]
@@ -73,6 +73,7 @@ class Truth:
     changed: tuple[Tensor, ...]
     cotangents: tuple[Tensor | None, ...]
     gradients: tuple[Tensor | None, ...]
+    magnitude: float = 1.0
 
     @property
     def node(self) -> Node:
@@ -91,6 +92,11 @@ class Truth:
 @lru_cache(maxsize=4096)
 def truth(sample: Sample, seed: int = 0) -> Truth:
     """Draw the operands and run the call."""
+    return run_alone(sample, seed)
+
+
+def run_alone(sample: Sample, seed: int = 0) -> Truth:
+    """`truth` that is not kept."""
     generator = torch.Generator().manual_seed(seed)
     draws = dict(sample.draws)
     drawn = {name: _draw(d, generator) for name, d in sample.draws}
@@ -134,7 +140,7 @@ def _draw(draw: Draw, generator: torch.Generator) -> Tensor:
         return torch.rand(draw.shape, generator=generator).argsort(draw.limit)
     if draw.values is Values.BOOL:
         return torch.randint(0, 2, draw.shape, generator=generator).to(dtype)
-    x = _normal(draw.shape, dtype, generator)
+    x = _normal(draw.shape, dtype, generator) * draw.scale
     if draw.values is Values.POSITIVE:
         return x.abs() + 0.1
     if draw.values is Values.ABOVE_ONE:
@@ -251,8 +257,10 @@ def _summands(x: Tensor, count: int, generator: torch.Generator) -> list[Tensor]
     return [*parts, x - sum(parts[1:], parts[0])]
 
 
-def in_placement(found: Sequence[Tensor], placement: Placement, whole: Tensor, setting: Setting, tolerance: float = 1e-9) -> bool:
-    """Whether local tensors are `whole` in `placement`."""
+def in_placement(
+    found: Sequence[Tensor], placement: Placement, whole: Tensor, setting: Setting, tolerance: float = 1e-9, magnitude: float = 1.0
+) -> bool:
+    """Whether local tensors are `whole` in `placement`. `tolerance`: relative; absolute, of numbers as large as `magnitude`."""
     at_of = setting.devices
     partial = [a for a, s in enumerate(placement.states) if isinstance(s, Partial)]
     if partial and whole.dtype == torch.bool:
@@ -265,7 +273,7 @@ def in_placement(found: Sequence[Tensor], placement: Placement, whole: Tensor, s
         if any(found[d].shape != expected.shape or found[d].dtype != expected.dtype for d in members):
             return False
         total = sum((found[d] for d in members[1:]), found[members[0]])
-        if not torch.allclose(total, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
+        if not torch.allclose(total, expected, rtol=tolerance, atol=tolerance * magnitude, equal_nan=True):
             return False
     return True
 
@@ -298,7 +306,7 @@ def run_device(
 ) -> Run:  # fmt: skip
     """Forward and backward on one device. `operands` may be changed, if the call changes them."""
     leaves = [x.requires_grad_(r.requires_grad) for x, r in zip(operands, truth.refs, strict=True)]
-    if body.target not in COMPOSITES and is_empty(truth, post, setting, at):
+    if body.target.startswith("aten.") and is_empty(truth, post, setting, at):
         shapes = [local_shape(o.shape, p, setting.mesh.sizes, setting.lengths, at) for o, p in zip(truth.outputs, post, strict=True)]
         nothing = tuple(torch.zeros(s, dtype=o.dtype) for s, o in zip(shapes, truth.outputs, strict=True))
         return Run(nothing, tuple(torch.zeros_like(x) if x.requires_grad else None for x in leaves), tuple(leaves))
@@ -353,18 +361,24 @@ def failure(body: OpCall, truth: Truth, pre: Sequence[Placement], post: Sequence
 
 
 def _differences(truth: Truth, runs: Sequence[Run], pre: Sequence[Placement], post: Sequence[Placement], setting: Setting) -> Iterator[str]:
+    close = {"tolerance": truth.tolerance, "magnitude": truth.magnitude}
     for i, (whole, placement) in enumerate(zip(truth.outputs, post, strict=True)):
-        if not in_placement([r.outputs[i] for r in runs], placement, whole, setting, truth.tolerance):
+        if not in_placement([r.outputs[i] for r in runs], placement, whole, setting, **close):
             yield f"output {i} is not {placement}"
     for ref, i, placement in ((r, i, p) for i, (r, p) in enumerate(zip(truth.refs, pre, strict=True))):
         gradient = truth.gradients[i]
-        if gradient is not None and not in_placement([_present(r.gradients[i]) for r in runs], duals(placement), gradient, setting, truth.tolerance):
+        if gradient is not None and not in_placement([_present(r.gradients[i]) for r in runs], duals(placement), gradient, setting, **close):
             yield f"gradient of {ref.name} is not {duals(placement)}"
-        if not ref.requires_grad and not torch.equal(truth.operands[i], truth.changed[i]):
-            if not in_placement([r.changed[i] for r in runs], placement, truth.changed[i], setting, truth.tolerance):
+        if not ref.requires_grad and not same(truth.operands[i], truth.changed[i]):
+            if not in_placement([r.changed[i] for r in runs], placement, truth.changed[i], setting, **close):
                 yield f"{ref.name} is not changed as on one device"
             elif not ref.mutated and any(isinstance(s, Sharded | Partial) for s in placement.states):
                 yield f"{ref.name} is changed in a copy that is thrown away"
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal, not-a-numbers included."""
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 
 def _present(t: Tensor | None) -> Tensor:

@@ -11,33 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hapx.ir import FLOATING, Node, OpCall, Ref, TensorRef
-from hapx.states import INVARIANT, PARTIAL, REPLICATED, Invariant, Partial, Placement, Replicated, Sharded
+from hapx.rules import Rule as Rule
+from hapx.rules import Site as Site
+from hapx.rules import Slot as Slot
+from hapx.states import INVARIANT, PARTIAL, REPLICATED, Placement, Sharded
 from hapx.theory.signature import may_split, parse
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A factor of a dim: the dim is `outer` blocks, each of which is cut alike."""
-
-    dim: int
-    outer: int = 1
-
-
-Slot = Site | Replicated | Invariant | Partial
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """For one axis: state of every operand occurrence and of every output. `variant` names how the local body differs ("" not
-    at all). `limit`: the number of units must also divide this (0: no limit). `divides`: each device does its share of the work.
-    """
-
-    operands: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
-    variant: str = ""
-    limit: int = 0
-    divides: bool = False
-
 
 Sites = Mapping[str, frozenset[Site]]
 Rules = tuple[Rule, ...]

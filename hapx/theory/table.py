@@ -1,7 +1,7 @@
 """The operator table as markdown, for the documentation.
 
 In: the registry. Out: one row per entry: its operators, what may be split, over what it sums, through which groups of operands Partial
-passes, and the composites its local body may call. Nothing is said that the entries do not say themselves.
+passes, the composites its local body may call, and how many overloads are audited. Nothing is said that the entries do not say themselves.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from hapx.theory.registry import OpEntry, sentence
 
 
-def operators_table(registry: Mapping[str, OpEntry]) -> str:
-    """A markdown table, entries in the order in which they were registered."""
+def operators_table(registry: Mapping[str, OpEntry], numbers: Mapping[int, int]) -> str:
+    """A markdown table, entries in the order in which they were registered. `numbers`: audited overloads by the id of the entry."""
     entries = {id(e): e for e in registry.values()}.values()
-    lines = ["| operators | may be split | sums over | linear in | composites |", "|---|---|---|---|---|"]
-    lines += [f"| {_operators(e)} | {_splits(e)} | {_cell(e.sum)} | {_cell(e.linear)} | {_code(e.composites)} |" for e in entries]
+    lines = ["| operators | may be split | sums over | linear in | composites | overloads |", "|---|---|---|---|---|--:|"]
+    lines += [f"| {_operators(e)} | {_splits(e)} | {_cell(e.sum)} | {_cell(e.linear)} | {_code(e.composites)} | {numbers[id(e)]} |" for e in entries]
     return "\n".join(lines) + "\n"
 
 

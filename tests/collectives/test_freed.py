@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hapx.collectives import Conversion, create_groups, freeing, run_threads
+from hapx.collectives.freed import cast_again
 from hapx.plan import Axis, Communication, Form, Mesh
 from hapx.states import REPLICATED
 from support.local_tensors import indices_of, sharded
@@ -146,3 +147,39 @@ def test_nothing_is_freed_outside():
         return counting.gathers
 
     assert run_threads(M, work, timeout=20) == [1] * M
+
+
+def cast_program(comm, free: bool):
+    """A gathered weight that is read in bfloat16: neither the gathered one nor its copy is kept."""
+    counting = Counting(comm)
+    own = weight()[indices_of(HELD.block, comm.rank)].clone().requires_grad_()
+    x = torch.ones(5, 4, dtype=torch.bfloat16, requires_grad=True)
+    with freeing():
+        gathered = conversion(counting, free)(own)
+        low = cast_again(gathered, torch.bfloat16)
+        y = F.linear(x, low)
+        storages = [weakref.ref(t.untyped_storage()) for t in (gathered, low)]
+        del gathered, low
+    gone = [s() is None for s in storages]
+    y.float().square().sum().backward()
+    return gone, counting.gathers, x.grad, own.grad
+
+
+@pytest.mark.parametrize("free, gone, gathers", [(True, [True, True], 2), (False, [False, True], 1)])
+def test_a_weight_read_in_another_dtype_is_cast_again(free, gone, gathers):
+    for found in run_threads(M, lambda comm: cast_program(comm, free), timeout=20):
+        assert found[:2] == (gone, gathers)
+        whole = weight().requires_grad_()
+        x = torch.ones(5, 4, dtype=torch.bfloat16, requires_grad=True)
+        F.linear(x, whole.bfloat16()).float().square().sum().backward()
+        assert torch.equal(found[2], x.grad)
+        assert found[3].dtype == torch.float64
+        assert found[3].isfinite().all()
+        assert bool(found[3].numel() == 0 or found[3].abs().max() > 0)
+
+
+def test_a_cast_outside_is_kept():
+    w = weight().requires_grad_()
+    y = F.linear(torch.ones(5, 4, dtype=torch.bfloat16), cast_again(w, torch.bfloat16))
+    y.sum().backward()
+    assert torch.equal(w.grad, torch.full_like(w, 5.0))

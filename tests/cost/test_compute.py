@@ -52,6 +52,26 @@ def test_convolution_counts_one_filter_per_output_element():
     assert work(g, g.nodes[0]).forward == 2 * (2 * 6 * 7 * 7) * (2 * 3 * 3)
 
 
+def test_transposed_convolution_spreads_every_input_element_over_one_filter():
+    b = GraphBuilder()
+    b.tensor("x", (2, 4, 5, 5))
+    b.parameter("w", 4, 3, 2, 2)  # two groups
+    b.call("y", "aten.conv_transpose2d.input", (2, 6, 10, 10), input="x", weight="w", bias=None, stride=(2, 2), groups=2)
+    g = b.graph("y")
+    assert work(g, g.nodes[0]).forward == 2 * (2 * 4 * 5 * 5) * (3 * 2 * 2)
+    assert work(g, g.nodes[0]).of_weight == work(g, g.nodes[0]).forward
+
+
+def test_masks_of_channels_are_small():
+    b = GraphBuilder()
+    b.parameter("w", 2, 6, 5, 5)
+    b.call("d", "aten.dropout.default", (2, 6, 5, 5), input="w", p=0.5, train=True)
+    b.call("f", "aten.feature_dropout.default", (2, 6, 5, 5), input="d", p=0.5, train=True)
+    b.call("n", "aten.group_norm.default", (2, 6, 5, 5), input="f", num_groups=3, weight=None, bias=None, eps=1e-5, cudnn_enabled=False)
+    g = b.graph_without_inputs("n")
+    assert [hidden(g, n) for n in g.nodes] == [(("d", 300.0),), (("f", 12.0),), (("n", 8.0 * 2 * 3),)]
+
+
 def attention(causal: bool):
     b = GraphBuilder()
     q, k, v = (b.parameter(n, 2, 4, 16, 8) for n in "qkv")

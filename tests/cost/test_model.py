@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from hapx.cluster.spec import DeviceType
 from hapx.cost.model import BUCKET_BYTES, CostModel
 from hapx.errors import HapError
 from hapx.ir import Graph, OpCall
@@ -263,3 +266,38 @@ def test_at_concrete_lengths_terms_are_constants():
     assert b.at({}) == pytest.approx(a.at(cost.lengths_to_shares(lengths)))
     unequal = cost.at_lengths({Cut(mesh.row(0), 1024): (400, 399, 113, 112)})
     assert unequal.kinds == ((0,), (1,), (2,), (3,))
+
+
+def test_every_operator_runs_at_the_speed_of_its_own_dtype():
+    """Under autocast products are in bfloat16: faster where a device has units for it, as before where it has none."""
+    old = device_type("old", 4e12)
+    new = DeviceType("new", {"fp32": 4e12, "bf16": 16e12}, 16 * 10**9, 1e12, 1.0, 0.0)
+    times = {}
+    for dtype in ("float32", "bfloat16"):
+        b = GraphBuilder()
+        b.tensor("x", (512, 2048), dtype=dtype)
+        b.parameter("w", 2048, 2048)
+        b.call("y", "aten.linear.default", (512, 2048), dtype, input="x", weight="w", bias=None)
+        b.call("loss", "aten.sum.default", (), dtype, self="y", dtype=None)
+        g = b.graph("loss")
+        if dtype == "bfloat16":
+            g = replace(g, nodes=(replace(g.nodes[0], casts=(("w", "bfloat16"),)), *g.nodes[1:]))
+        term = model(g, flat(2), cluster([("old",), ("new",)], [old, new])).instruction(
+            triple(g, 0, {n: placed(REPLICATED) for n in ("x", "w", "y")}, (None,))
+        )
+        assert term.forward is not None
+        times[dtype] = term.forward.at({})
+    assert times["bfloat16"][0] == pytest.approx(times["float32"][0])
+    assert times["bfloat16"][1] == pytest.approx(times["float32"][1] / 4)
+
+
+def test_a_cast_of_a_parameter_moves_bytes_and_keeps_none():
+    g = mlp()
+    cast = replace(g, nodes=(replace(g.nodes[0], casts=(("w1", "bfloat16"),)), *g.nodes[1:]))
+    where = {"x": placed(REPLICATED), "w1": placed(REPLICATED), "h": placed(REPLICATED)}
+    plain, with_cast = (model(one).instruction(triple(one, 0, where, (None,))) for one in (g, cast))
+    assert plain.forward is not None
+    assert with_cast.forward is not None
+    written_and_read = 2 * 2 * 16 * 32
+    assert with_cast.forward.at({})[0] - plain.forward.at({})[0] == pytest.approx(written_and_read / 1e11)
+    assert with_cast.memory == plain.memory

@@ -268,7 +268,7 @@ def no_interleaving(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignored_targets_counted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cross_entropy, "_counted", lambda target, weight, ignore_index: torch.tensor(target.numel()))
+    patch.setattr(cross_entropy, "counted", lambda target, weight, ignore_index: torch.tensor(target.numel()))
 
 
 RUNTIME_FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {

@@ -55,6 +55,13 @@ def test_planned(model: str, strategy: str, ratios: str) -> None:
     assert_equivalent(VISION[model], partial(inputs, model), plan, steps=STEPS)
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize("model, strategy, ratios", [("unet", "zero", "5:3:2:0"), ("signal", "tensor-parallel", "4:4:1:1")])
+def test_planned_on_processes(model: str, strategy: str, ratios: str) -> None:
+    uses = assert_equivalent(VISION[model], partial(inputs, model), planned(model, strategy, ratios), steps=STEPS, mode="gloo")
+    assert uses.unequal and uses.sharded_flops >= DIVIDED[strategy]
+
+
 RANDOM = [(model, mesh, 1) for model in (*VISION, *VISION_WITH_MASKS, "signal, eval mode", "resnet, eval mode") for mesh in ("3", "2x2")]
 
 

@@ -25,7 +25,7 @@ from hapx.theory.derive import derive
 from support.clusters import FOUR
 from support.equivalence import assert_equivalent, train_single
 from support.plans import flat
-from support.zoo import TINY, Tiny, load, masked_text
+from support.zoo import TINY, Balanced, Tiny, load, masked_text
 
 # ---- full size ----------------------------------------------------------------------------------------------------------------
 
@@ -119,27 +119,6 @@ def test_tiny_models_train_as_one_device(name: str, strategy: str, shares: str) 
 
 
 # ---- losses that are sums of terms ------------------------------------------------------------------------------------------------
-
-
-class Balanced(nn.Module):
-    """One mixture on embedded tokens. Balance over the whole batch: a product of two means, which no mean of local products is."""
-
-    def __init__(self, weight: float):
-        super().__init__()
-        moe: Any = load("bert_moe")
-        self.weight = weight
-        self.tokens = nn.Embedding(13, 8)
-        self.experts = moe.Experts(4, 8, 16)
-        self.head = nn.Linear(8, 13)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        made, _ = self.experts(x)
-        shares = self.experts.gate(x).softmax(-1).flatten(0, 1)
-        chosen = nn.functional.one_hot(shares.argmax(-1), 4).to(shares.dtype)
-        balance = (shares.mean(0) * chosen.mean(0)).sum() * 4
-        loss = nn.functional.cross_entropy(self.head(x + made).flatten(0, 1), targets.flatten(), ignore_index=-100)
-        return loss + self.weight * balance
 
 
 def batch_only(ratios: Any) -> Restriction:

@@ -191,5 +191,11 @@ def test_models_that_do_not_fit() -> None:
         capture(half, (x,))
 
 
+def test_batch_norm_that_averages_over_all_steps() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 1), nn.Flatten(0))
+    with pytest.raises(CaptureError, match=r"batch norm with momentum=None reads how often it ran; give it a momentum"):
+        capture(model, (torch.randn(3, 4), torch.randn(3)), loss_fn=nn.functional.mse_loss)
+
+
 def test_unsupported_is_a_hap_error() -> None:
     assert issubclass(UnsupportedOperatorError, HapError)

@@ -191,6 +191,23 @@ def powers(m: Model, h: Tensor) -> Tensor:
     return F.rrelu(h, 0.1, 0.5, training=False) + y
 
 
+def aliases(m: Model, h: Tensor) -> Tensor:
+    x = h.swapdims(0, 1).moveaxis(0, 1).adjoint().mH.view_as(h).reshape_as(h) + h[:1].expand_as(h) + torch.broadcast_to(h[0], (3, 4))
+    parts = [*h.hsplit(2), *h.vsplit((1,)), *h.tensor_split((1, 1, 3), dim=1), *h.hsplit((3,)), *h[None].repeat(1, 1, 1).dsplit(2)]
+    rows = torch.vstack([h[0], h[1]]) + torch.row_stack([h[:1], h[1:2]]) + torch.concatenate([h[:1], h[1:2]])
+    columns = torch.column_stack([h[:, 0], h[:, 1]]) + torch.hstack([h[:, :1], h[:, :1]]) + torch.dstack([h[:, 0:1], h[:, 1:2]]).flatten(1)
+    ranks = torch.atleast_3d(h[0]).sum() + torch.atleast_2d(h[0]).mean() * torch.atleast_1d(h[0, 0])
+    return x + sum(p.exp().sum() for p in parts) + rows.sum(0) * columns.sum() + ranks
+
+
+def other_names(m: Model, h: Tensor) -> Tensor:
+    y = torch.absolute(h).multiply(2).subtract(1).true_divide(3).negative().clip(-1, 1)
+    y = torch.special.expit(y) + torch.arctan2(y, h) + torch.special.xlogy(0.5, h.square() + 1) + torch.max(y, h)
+    y.multiply_(2).subtract_(h).clip_(-2, 2)
+    mask = (h.greater(0) & h.less_equal(1)) | h.not_equal(h)
+    return torch.special.softmax(y, 1) * mask + torch.fix(h) + torch.special.round(h, decimals=1)
+
+
 CASES = [
     column,
     stale,
@@ -200,6 +217,8 @@ CASES = [
     part_of_a_buffer,
     chain,
     powers,
+    other_names,
+    aliases,
     masked,
     whole_fill,
     view_first,
@@ -239,6 +258,22 @@ def test_broadcast_becomes_expand() -> None:
     graph = check(multiple)
     (expand,) = (n for n in graph.nodes if n.call.op == "aten.expand")
     assert expand.call["size"] == (3, 4)
+
+
+def test_operators_have_one_name() -> None:
+    found = {n.call.target for n in check(other_names).nodes}
+    expected = (
+        "abs.default mul.Tensor sub.Tensor div.Tensor neg.default clamp.default sigmoid.default atan2.default xlogy.Scalar_Self maximum.default"
+    )
+    expected += " gt.Scalar le.Scalar ne.Tensor bitwise_and.Tensor bitwise_or.Tensor softmax.int trunc.default round.decimals"
+    assert {f"aten.{name}" for name in expected.split()} <= found
+    assert not any(name in target for target in found for name in ("special", "absolute", "multiply", "subtract", "clip", "greater"))
+
+
+def test_aliases_are_written_as_what_they_are() -> None:
+    known = "reshape expand transpose movedim tensor_split split_with_sizes cat stack slice select unsqueeze repeat flatten linear"
+    pointwise = "add mul exp sum mean pow square"
+    assert {n.call.op for n in check(aliases).nodes} <= {f"aten.{name}" for name in f"{known} {pointwise}".split()}
 
 
 def test_constants_and_buffers() -> None:
@@ -350,7 +385,7 @@ REFUSED = [
     (parameter, CaptureError, "changes the parameter 'linear.weight'"),
     (under_no_grad, CaptureError, "needs a gradient, under no_grad"),
     (part_under_no_grad, CaptureError, "needs a gradient, under no_grad"),
-    (random_write, UnsupportedOperatorError, "aten.uniform_.default writes into a tensor"),
+    (random_write, UnsupportedOperatorError, "aten.uniform_.default is random"),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hapx.runtime.build import find_operator, under_autocast
+from hapx.runtime.calls import find_operator
 from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example, kept_operands
 
 CPU = torch.device("cpu")
@@ -82,8 +82,8 @@ def test_what_a_call_keeps_is_seen_without_values(
     assert kept_operands(lambda *xs: find_operator(target)(*xs, *rest), described, CPU) == kept
 
 
-def test_under_autocast_a_cast_copy_is_kept_instead() -> None:
+def test_of_a_cast_operand_the_copy_is_kept() -> None:
     def convolution(*operands: torch.Tensor) -> torch.Tensor:
-        return under_autocast("cpu", torch.bfloat16, find_operator("aten.conv2d.default"), *operands)
+        return find_operator("aten.conv2d.default")(*(x.bfloat16() for x in operands))
 
     assert kept_operands(convolution, [((2, 3, 8, 8), torch.float32, True), ((4, 3, 3, 3), torch.float32, True)], CPU) == ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,17 +35,14 @@ def call(op: OpCall, tensors: Mapping[str, Tensor]) -> Any:
     return function(*(v for k, v in values.items() if k not in keyword_only), **{k: v for k, v in values.items() if k in keyword_only})
 
 
-def run_graph(graph: Graph, tensors: Mapping[str, Tensor], device: str = "cpu") -> dict[str, Tensor]:
+def run_graph(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of the graph by name, given its parameters, buffers and inputs. Asserts the recorded shapes, dtypes and gradients."""
     values = dict(tensors)
     for name, flat in graph.constants.items():
         ref = graph.refs[name]
         values[name] = torch.tensor(flat, dtype=getattr(torch, ref.dtype)).reshape(ref.shape)
-    autocast = {i: dict(r.options)["dtype"].name for r in graph.regions if r.kind == "autocast" for i in range(r.start, r.stop)}
-    for i, node in enumerate(graph.nodes):
-        context = torch.autocast(device, dtype=getattr(torch, autocast[i])) if i in autocast else nullcontext()
-        with context:
-            result = call(node.call, values)
+    for node in graph.nodes:
+        result = call(node.call, {**values, **{name: values[name].to(getattr(torch, dtype)) for name, dtype in node.casts}})
         for ref, value in zip(node.outputs, [result] if isinstance(result, Tensor) else result, strict=True):
             assert tuple(value.shape) == ref.shape and str(value.dtype) == f"torch.{ref.dtype}", f"{node}: {value.shape} {value.dtype}"
             assert value.requires_grad == ref.requires_grad, f"{node}: requires_grad is {value.requires_grad}"

@@ -88,6 +88,10 @@ class ToyCosts:
                 costs.append(CommunicationCost("backward", self.term(what + "again", 0.4, cuts), cutting))
         return StepCost(None, None, tuple(costs), kept)
 
+    def held(self, ref: TensorRef, target: Placement) -> Term | None:
+        """Only parameters are kept by conversions here."""
+        return None
+
     def storage(self, ref: TensorRef, placement: Placement) -> Term:
         cuts = tuple(s.cut for s in placement.states if isinstance(s, Sharded) and s.cut.row.kind != "even")
         even = sum(isinstance(s, Sharded) for s in placement.states) - len(cuts)

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.models import _initialise
@@ -87,3 +88,24 @@ TINY: Mapping[str, Tiny] = {
     "gpt3": Tiny(lambda: load("gpt3").GPT(VOCABULARY, 16, 4, 2, CONTEXT), text),
     "llama": Tiny(lambda: _llama(tied=False), text),
 }
+
+
+class Balanced(nn.Module):
+    """One mixture on embedded tokens, balanced over the whole batch by a product of two means, which no mean of local products is."""
+
+    def __init__(self, weight: float):
+        super().__init__()
+        moe: Any = load("bert_moe")
+        self.weight = weight
+        self.tokens = nn.Embedding(VOCABULARY, 8)
+        self.experts = moe.Experts(4, 8, 16)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        made, _ = self.experts(x)
+        shares = self.experts.gate(x).softmax(-1).flatten(0, 1)
+        chosen = F.one_hot(shares.argmax(-1), 4).to(shares.dtype)
+        balance = (shares.mean(0) * chosen.mean(0)).sum() * 4
+        loss = F.cross_entropy(self.head(x + made).flatten(0, 1), targets.flatten(), ignore_index=load("bert").IGNORED)
+        return loss + self.weight * balance

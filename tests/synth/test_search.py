@@ -11,9 +11,10 @@ from hapx.ir import Output
 from hapx.restriction import Restriction
 from hapx.states import Property, Sharded
 from hapx.synth.astar import Statistics, beam, search
+from hapx.synth.domain import Synthesis
 from hapx.synth.exhaustive import Enumeration
 from hapx.synth.problem import build
-from hapx.synth.search import Synthesis, least_memory, program_key, synthesize
+from hapx.synth.search import least_memory, program_key, synthesize
 from hapx.theory.replay import replay
 from support import toy
 

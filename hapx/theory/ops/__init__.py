@@ -3,6 +3,7 @@
 from hapx.theory.ops import (
     advanced_indexing,
     convolution,
+    creation,
     diagonals,
     dropout,
     einsum,
@@ -27,6 +28,7 @@ from hapx.theory.ops import (
 __all__ = [
     "advanced_indexing",
     "convolution",
+    "creation",
     "diagonals",
     "dropout",
     "einsum",

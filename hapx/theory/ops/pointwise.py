@@ -1,4 +1,4 @@
-"""Pointwise operators, listed by linearity."""
+"""Pointwise operators, listed by linearity. (Those that only have another name: see `hapx.graph.normalize_names`.)"""
 
 from __future__ import annotations
 
@@ -10,58 +10,45 @@ from hapx.theory.registry import Context, Rule, Site, op
 
 # one tensor, linear: f(a + b) = f(a) + f(b)
 LINEAR_UNARY = """
-    aten.neg aten.negative aten.clone aten.contiguous aten.positive aten.alias aten.detach aten.detach_copy aten.lift_fresh_copy
-    aten.deg2rad aten.rad2deg
+    aten.neg aten.clone aten.contiguous aten.positive aten.alias aten.detach aten.detach_copy aten.lift_fresh_copy aten.deg2rad aten.rad2deg
 """
 # one tensor, not linear
 UNARY = """
     aten.relu aten.gelu aten.silu aten.sigmoid aten.tanh aten.exp aten.exp2 aten.expm1 aten.log aten.log2 aten.log10 aten.log1p aten.sqrt aten.rsqrt
-    aten.reciprocal aten.abs aten.absolute aten.square aten.frac
+    aten.reciprocal aten.abs aten.square aten.frac
     aten.sin aten.cos aten.tan aten.asin aten.acos aten.atan aten.sinh aten.cosh aten.asinh aten.acosh aten.atanh
-    aten.arcsin aten.arccos aten.arctan aten.arcsinh aten.arccosh aten.arctanh
-    aten.erf aten.erfc aten.erfinv aten.lgamma aten.digamma aten.polygamma aten.mvlgamma aten.i0 aten.sinc
+    aten.erf aten.erfc aten.erfinv aten.lgamma aten.digamma aten.polygamma aten.mvlgamma aten.i0 aten.sinc aten.special_erfcx aten.special_entr
+    aten.special_ndtr aten.special_ndtri aten.special_log_ndtr aten.special_i0e aten.special_i1 aten.special_i1e
     aten.elu aten.selu aten.celu aten.leaky_relu aten.hardtanh aten.relu6 aten.hardswish aten.hardsigmoid aten.softplus aten.mish
     aten.log_sigmoid aten.hardshrink aten.softshrink aten.threshold aten.logit aten.nan_to_num
-    aten.clamp.default aten.clamp_min.default aten.clamp_max.default aten.clip.default
+    aten.clamp.default aten.clamp_min.default aten.clamp_max.default
     aten.logical_not aten.bitwise_not aten.isnan aten.isinf aten.isfinite aten.isposinf aten.isneginf aten.signbit
-"""
-SPECIAL = """
-    aten.special_expit aten.special_logit aten.special_erf aten.special_erfc aten.special_erfinv aten.special_erfcx aten.special_exp2
-    aten.special_expm1 aten.special_log1p aten.special_sinc aten.special_gammaln aten.special_digamma aten.special_psi aten.special_polygamma
-    aten.special_multigammaln aten.special_entr aten.special_ndtr aten.special_ndtri aten.special_log_ndtr aten.special_i0 aten.special_i0e
-    aten.special_i1 aten.special_i1e
 """
 # one tensor and a number, not linear
 SCALAR = """
-    aten.add.Scalar aten.sub.Scalar aten.subtract.Scalar aten.rsub.Scalar aten.pow.Tensor_Scalar aten.float_power.Tensor_Scalar
-    aten.remainder.Scalar aten.fmod.Scalar
+    aten.add.Scalar aten.sub.Scalar aten.rsub.Scalar aten.pow.Tensor_Scalar aten.float_power.Tensor_Scalar aten.remainder.Scalar aten.fmod.Scalar
     aten.eq.Scalar aten.ne.Scalar aten.lt.Scalar aten.le.Scalar aten.gt.Scalar aten.ge.Scalar
-    aten.not_equal.Scalar aten.less.Scalar aten.less_equal.Scalar aten.greater.Scalar aten.greater_equal.Scalar
     aten.bitwise_and.Scalar aten.bitwise_or.Scalar aten.bitwise_xor.Scalar aten.bitwise_left_shift.Tensor_Scalar
-    aten.bitwise_right_shift.Tensor_Scalar aten.__and__.Scalar aten.__or__.Scalar aten.__xor__.Scalar aten.__lshift__.Scalar aten.__rshift__.Scalar
-    aten.floor_divide.Scalar aten.copysign.Scalar
+    aten.bitwise_right_shift.Tensor_Scalar aten.floor_divide.Scalar aten.copysign.Scalar
 """
 # one tensor, constant between jumps: no gradient
-STEPS = "aten.sign aten.sgn aten.floor aten.ceil aten.round aten.trunc aten.fix aten.special_round"
+STEPS = "aten.sign aten.sgn aten.floor aten.ceil aten.round aten.trunc"
 # only shape and dtype of the tensor count
 ALIKE = "aten.zeros_like aten.ones_like aten.full_like aten.fill.Scalar aten.zero aten.isreal"
 # one tensor and a number, linear in the tensor
-LINEAR_SCALAR = "aten.mul.Scalar aten.multiply.Scalar aten.div.Scalar aten.divide.Scalar aten.true_divide.Scalar"
+LINEAR_SCALAR = "aten.mul.Scalar aten.div.Scalar"
 # a number to the power of, times the logarithm of... the second tensor
 SCALAR_FIRST = """
-    aten.xlogy.Scalar_Self aten.special_xlogy.self_scalar aten.special_xlog1py.self_scalar aten.remainder.Scalar_Tensor
-    aten.bitwise_left_shift.Scalar_Tensor aten.bitwise_right_shift.Scalar_Tensor
+    aten.xlogy.Scalar_Self aten.special_xlog1py.self_scalar aten.remainder.Scalar_Tensor aten.bitwise_left_shift.Scalar_Tensor
+    aten.bitwise_right_shift.Scalar_Tensor
 """
 # two tensors, broadcast, not linear in either
 BINARY = """
-    aten.maximum aten.minimum aten.fmax aten.fmin aten.max.other aten.min.other aten.atan2 aten.arctan2 aten.hypot aten.copysign.Tensor
-    aten.nextafter aten.fmod.Tensor aten.remainder.Tensor aten.floor_divide.default aten.logaddexp aten.logaddexp2
-    aten.gcd aten.lcm aten.isclose aten.xlogy.Tensor aten.special_xlogy.default aten.special_xlog1py.default
+    aten.maximum aten.minimum aten.fmax aten.fmin aten.atan2 aten.hypot aten.copysign.Tensor aten.nextafter aten.fmod.Tensor aten.remainder.Tensor
+    aten.floor_divide.default aten.logaddexp aten.logaddexp2 aten.gcd aten.lcm aten.isclose aten.xlogy.Tensor aten.special_xlog1py.default
     aten.eq.Tensor aten.ne.Tensor aten.lt.Tensor aten.le.Tensor aten.gt.Tensor aten.ge.Tensor
-    aten.not_equal.Tensor aten.less.Tensor aten.less_equal.Tensor aten.greater.Tensor aten.greater_equal.Tensor
     aten.logical_and aten.logical_or aten.logical_xor aten.bitwise_and.Tensor aten.bitwise_or.Tensor aten.bitwise_xor.Tensor
-    aten.bitwise_left_shift.Tensor aten.bitwise_right_shift.Tensor aten.__and__.Tensor aten.__or__.Tensor aten.__xor__.Tensor
-    aten.__lshift__.Tensor aten.__rshift__.Tensor
+    aten.bitwise_left_shift.Tensor aten.bitwise_right_shift.Tensor
 """
 
 SELF_OTHER = "self: *, other: * -> *"
@@ -91,7 +78,6 @@ def prelu_signature(context: Context) -> str:
 
 op(LINEAR_UNARY, "self: * -> *", linear="self")
 op(UNARY, "self: * -> *")
-op(SPECIAL, "self: * -> *")
 op(SCALAR, "self: * -> *")
 op(STEPS, "self: * -> *", extra=lambda c: [Rule((INVARIANT,), (REPLICATED,))] if c.operands[0].requires_grad else [])
 op(ALIKE, "self: * -> *", extra=lambda c: [Rule((PARTIAL,), (REPLICATED,))])
@@ -100,19 +86,19 @@ op("aten.pow.Scalar aten.float_power.Scalar", "exponent: * -> *")
 op("aten.pow.Tensor_Tensor aten.float_power.Tensor_Tensor", "self: *, exponent: * -> *")
 op(SCALAR_FIRST, "other: * -> *")
 op(LINEAR_SCALAR, "self: * -> *", linear="self")
-op("aten.add.Tensor aten.sub.Tensor aten.subtract.Tensor aten.rsub.Tensor", SELF_OTHER, linear="self other")
-op("aten.mul.Tensor aten.multiply.Tensor", SELF_OTHER, linear="self | other")
-op("aten.div.Tensor aten.divide.Tensor aten.true_divide.Tensor aten.ldexp.Tensor", SELF_OTHER, linear="self")
-op("aten.div.Tensor_mode aten.divide.Tensor_mode", SELF_OTHER, extra=lambda c: linear_where(c, "self", c.call["rounding_mode"] is None))
-op("aten.div.Scalar_mode aten.divide.Scalar_mode", "self: * -> *", extra=lambda c: linear_where(c, "self", c.call["rounding_mode"] is None))
+op("aten.add.Tensor aten.sub.Tensor aten.rsub.Tensor", SELF_OTHER, linear="self other")
+op("aten.mul.Tensor", SELF_OTHER, linear="self | other")
+op("aten.div.Tensor aten.ldexp.Tensor", SELF_OTHER, linear="self")
+op("aten.div.Tensor_mode", SELF_OTHER, extra=lambda c: linear_where(c, "self", c.call["rounding_mode"] is None))
+op("aten.div.Scalar_mode", "self: * -> *", extra=lambda c: linear_where(c, "self", c.call["rounding_mode"] is None))
 op(BINARY, SELF_OTHER)
 op("aten.heaviside", "self: *, values: * -> *")
 # x log c is linear, but for c = 0: there it is 0 at x = 0 only
-op("aten.xlogy.Scalar_Other aten.special_xlogy.other_scalar", "self: * -> *", extra=lambda c: linear_where(c, "self", c.call["other"] > 0))
+op("aten.xlogy.Scalar_Other", "self: * -> *", extra=lambda c: linear_where(c, "self", c.call["other"] > 0))
 op("aten.special_xlog1py.other_scalar", "self: * -> *", extra=lambda c: linear_where(c, "self", c.call["other"] > -1))
 op("aten.isin.Tensor_Tensor aten.isin.Tensor_Scalar", "elements: * -> *")
 op("aten.prelu", prelu_signature)
-op("aten.clamp.Tensor aten.clip.Tensor", "self: *, min: *, max: * -> *")
+op("aten.clamp.Tensor", "self: *, min: *, max: * -> *")
 op("aten.clamp_min.Tensor", "self: *, min: * -> *")
 op("aten.clamp_max.Tensor", "self: *, max: * -> *")
 op("aten.where.self", "condition: *, self: *, other: * -> *", linear="self other")

@@ -80,7 +80,7 @@ register(
         (
             "aten.amax", "aten.amin", "aten.max.dim", "aten.min.dim", "aten.argmax", "aten.argmin", "aten.prod.dim_int", "aten.logsumexp",
             "aten.var.correction", "aten.std.correction", "aten.var.dim", "aten.std.dim", "aten.any.dim", "aten.all.dim", "aten.norm.ScalarOpt_dim",
-            "aten.linalg_vector_norm", "aten.max.default", "aten.min.default",
+            "aten.linalg_vector_norm",
         ),
         reduced_whole,
     )

@@ -284,30 +284,7 @@ def expand_rules(context: Context) -> Iterable[Rule]:
 register(OpEntry(("aten.expand",), expand_rules, local_shape("size"), linear="self"))
 
 
-# --- creation --------------------------------------------------------------------------------------------------------------
-
-
-def nothing(context: Context) -> Iterable[Rule]:
-    """Nothing: made whole on every device (slicing is free)."""
-    return ()
-
-
-CREATION = """aten.arange.default aten.arange.start aten.arange.start_step aten.zeros.default aten.ones.default aten.full.default
-    aten.empty.memory_format aten.eye aten.scalar_tensor aten.linspace.default"""
-register(OpEntry(tuple(CREATION.split()), nothing, reason="made whole on every device; slicing is free"))
-
-
-def new_rules(context: Context) -> Iterable[Rule]:
-    """new_zeros and the like take only dtype and device from their operand, whatever its state."""
-    out = context.node.outputs[0]
-    yield Rule((PARTIAL,), (REPLICATED,))
-    for d, size in enumerate(out.shape):
-        if size > 1:
-            yield Rule((REPLICATED,), (Site(d),), divides=True)
-            yield Rule((PARTIAL,), (Site(d),), divides=True)
-
-
-register(OpEntry(("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty"), new_rules, local_shape("size")))
+# --- triangles ---------------------------------------------------------------------------------------------------------------
 
 
 op("aten.tril aten.triu", "self: * R C -> * R C", linear="self")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hapx.theory.samples.convolution import convolutions, grouped, transposed
+from hapx.theory.samples.creation import creation
 from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, dtype, ids, positive, sample, t, unit
 from hapx.theory.samples.dropout import dropouts
 from hapx.theory.samples.einsum import contractions
@@ -31,15 +32,24 @@ from hapx.theory.samples.views import pieces, views
 from hapx.theory.samples.writes import writes
 
 FAMILIES = (
-    pointwise, with_numbers, arithmetic, binary, several, casts, products, attention, contractions, recurrent, convolutions, grouped, transposed,
-    views, pieces, reductions, softmaxes, rows, channels, groups, pools, unpools, interpolations, paddings, shuffles, columns, points,
-    losses, class_losses, row_by_row, dropouts, indexing, advanced, routing, scans, repeats, diagonals, statistics, vectors, writes,
+    pointwise, with_numbers, arithmetic, binary, several, casts,
+    products, attention, vectors, contractions, recurrent,
+    convolutions, grouped, transposed,
+    views, pieces, writes, repeats, diagonals, creation,
+    indexing, advanced, routing, scans,
+    reductions, softmaxes, statistics,
+    rows, channels, groups,
+    pools, unpools,
+    interpolations, paddings, shuffles, columns, points,
+    losses, class_losses, row_by_row,
+    dropouts,
 )  # fmt: skip
 SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 
 UNDEFINED = "its values are undefined"
 UNSAMPLED: Mapping[str, str] = {
     "aten.empty.memory_format": UNDEFINED,
+    "aten.empty_like.default": UNDEFINED,
     "aten.new_empty.default": UNDEFINED,
 }
 

@@ -39,7 +39,8 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One operand. `grad`: whether a gradient is asked for (floating operands only). `mutated`: a buffer of the model that the call may change."""
+    """One operand. `grad`: whether a gradient is asked for (floating operands only). `mutated`: a buffer of the model that the call may change.
+    `scale`: of normal numbers."""
 
     shape: tuple[int, ...]
     dtype: str = "float64"
@@ -47,6 +48,7 @@ class Draw:
     limit: int = 0
     grad: bool = True
     mutated: bool = False
+    scale: float = 1.0
 
     @property
     def requires_grad(self) -> bool:

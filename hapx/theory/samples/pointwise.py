@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from hapx.theory.samples.draw import Reason, Sample, Values, above, booleans, dtype, ids, positive, sample, t, unit, words
 
 UNARY = """
-    neg negative clone contiguous positive alias detach lift_fresh_copy deg2rad rad2deg relu gelu silu sigmoid tanh exp exp2 expm1 abs
-    absolute sin cos tan atan arctan sinh cosh asinh arcsinh erf erfc square elu selu celu leaky_relu hardtanh relu6 hardswish hardsigmoid
-    softplus mish log_sigmoid hardshrink softshrink sign sgn floor ceil round trunc fix frac zero zeros_like ones_like i0 sinc special_expit
-    special_erf special_erfc special_erfcx special_exp2 special_expm1 special_sinc special_ndtr special_log_ndtr special_i0 special_i0e
-    special_i1 special_i1e special_round
+    neg clone contiguous positive alias detach lift_fresh_copy deg2rad rad2deg relu gelu silu sigmoid tanh exp exp2 expm1 abs sin cos tan atan
+    sinh cosh asinh erf erfc square elu selu celu leaky_relu hardtanh relu6 hardswish hardsigmoid softplus mish log_sigmoid hardshrink
+    softshrink sign sgn floor ceil round trunc frac zero zeros_like ones_like i0 sinc special_erfcx special_ndtr special_log_ndtr special_i0e
+    special_i1 special_i1e
 """
-POSITIVE = """log log2 log10 log1p sqrt rsqrt reciprocal lgamma digamma special_gammaln special_digamma special_psi special_log1p special_entr"""
-UNIT = "asin arcsin acos arccos atanh arctanh logit erfinv special_erfinv special_logit special_ndtri"
-COMPARISONS = "eq ne lt le gt ge not_equal less less_equal greater greater_equal"
-BITS = "bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__"
+POSITIVE = "log log2 log10 log1p sqrt rsqrt reciprocal lgamma digamma special_entr"
+UNIT = "asin acos atanh logit erfinv special_ndtri"
+COMPARISONS = "eq ne lt le gt ge"
+BITS = "bitwise_and bitwise_or bitwise_xor"
 
 
 def pointwise() -> Iterator[Sample]:
@@ -29,17 +28,13 @@ def pointwise() -> Iterator[Sample]:
         yield sample(name, self=positive(4, 6))
     for name in words(UNIT):
         yield sample(name, self=unit(4, 6))
-    for name in words("acosh arccosh"):
-        yield sample(name, self=above(4, 6))
-    for name in words("mvlgamma special_multigammaln"):
-        yield sample(name, self=above(4, 6), p=2)
-    for name in words("polygamma special_polygamma"):
-        yield sample(name, n=1, self=positive(4, 6))
+    yield sample("acosh", self=above(4, 6))
+    yield sample("mvlgamma", self=above(4, 6), p=2)
+    yield sample("polygamma", n=1, self=positive(4, 6))
     yield sample("gelu", self=t(4, 6), approximate="tanh")
     yield sample("round.decimals", self=t(4, 6), decimals=1)
     yield sample("threshold", self=t(4, 6), threshold=0.1, value=0.5)
-    for name in words("clamp clip"):
-        yield sample(name, self=t(4, 6), min=-0.5, max=0.5)
+    yield sample("clamp", self=t(4, 6), min=-0.5, max=0.5)
     yield sample("clamp_min", self=t(4, 6), min=-0.5)
     yield sample("clamp_max", self=t(4, 6), max=0.5)
     yield sample("full_like", self=t(4, 6), fill_value=2.0)
@@ -57,20 +52,19 @@ def pointwise() -> Iterator[Sample]:
 
 def with_numbers() -> Iterator[Sample]:
     """A tensor and a number, in either order."""
-    for name, other in (("remainder", 0.7), ("fmod", 0.7), ("rsub", 1.0), ("copysign", -1.0), ("xlogy", 0.7)):
-        yield sample(f"{name}.Scalar" if name != "xlogy" else "xlogy.Scalar_Other", self=t(4, 6), other=other)
-    for name in words("special_xlogy special_xlog1py"):
-        yield sample(f"{name}.other_scalar", self=t(4, 6), other=0.7)
-        yield sample(f"{name}.self_scalar", self=0.7, other=positive(4, 6))
+    for name, other in (("remainder", 0.7), ("fmod", 0.7), ("rsub", 1.0), ("copysign", -1.0)):
+        yield sample(f"{name}.Scalar", self=t(4, 6), other=other)
+    yield sample("xlogy.Scalar_Other", self=t(4, 6), other=0.7)
+    yield sample("special_xlog1py.other_scalar", self=t(4, 6), other=0.7)
+    yield sample("special_xlog1py.self_scalar", self=0.7, other=positive(4, 6))
     yield sample("xlogy.Scalar_Self", self=0.7, other=positive(4, 6))
     yield sample("remainder.Scalar_Tensor", self=0.7, other=positive(4, 6, grad=False))
     for name in words("pow float_power"):
         yield sample(f"{name}.Tensor_Scalar", self=t(4, 6), exponent=3)
         yield sample(f"{name}.Scalar", self=2.0, exponent=t(4, 6))
     yield sample("floor_divide.Scalar", self=t(4, 6, grad=False), other=0.7)
-    for name in words("div divide"):
-        yield sample(f"{name}.Scalar_mode", Reason.ZERO_GRADIENT, self=t(4, 6), other=0.7, rounding_mode="trunc")
-        yield sample(f"{name}.Scalar_mode", self=t(4, 6), other=0.7, rounding_mode=None)
+    yield sample("div.Scalar_mode", Reason.ZERO_GRADIENT, self=t(4, 6), other=0.7, rounding_mode="trunc")
+    yield sample("div.Scalar_mode", self=t(4, 6), other=0.7, rounding_mode=None)
     for name in words(COMPARISONS):
         yield sample(f"{name}.Scalar", self=ids(4, 6, limit=3), other=1)
         yield sample(f"{name}.Tensor", self=ids(4, 6, limit=3), other=ids(6, limit=3))
@@ -83,23 +77,11 @@ def with_numbers() -> Iterator[Sample]:
         yield sample(f"{name}.Tensor", self=ids(4, 6, limit=9), other=ids(6, limit=3))
         yield sample(f"{name}.Tensor_Scalar", self=ids(4, 6, limit=9), other=2)
         yield sample(f"{name}.Scalar_Tensor", self=9, other=ids(4, 6, limit=3))
-    for name in words("__lshift__ __rshift__"):
-        yield sample(f"{name}.Tensor", self=ids(4, 6, limit=9), other=ids(6, limit=3))
-        yield sample(f"{name}.Scalar", self=ids(4, 6, limit=9), other=2)
 
 
 def arithmetic() -> Iterator[Sample]:
     """The four operations."""
-    for name, other in (
-        ("add", 0.5),
-        ("sub", 0.5),
-        ("subtract", 0.5),
-        ("mul", 1.5),
-        ("multiply", 1.5),
-        ("div", 1.5),
-        ("divide", 1.5),
-        ("true_divide", 1.5),
-    ):
+    for name, other in (("add", 0.5), ("sub", 0.5), ("mul", 1.5), ("div", 1.5)):
         yield sample(f"{name}.Scalar", self=t(4, 6), other=other)
         yield sample(f"{name}.Tensor", self=t(4, 6), other=positive(6))
         yield sample(f"{name}.Tensor", self=t(4, 6), other=other)
@@ -114,7 +96,7 @@ def arithmetic() -> Iterator[Sample]:
 
 def binary() -> Iterator[Sample]:
     """Pointwise operators of two tensors that are not linear in both."""
-    for name in words("maximum minimum fmax fmin max.other min.other atan2 arctan2 hypot logaddexp logaddexp2"):
+    for name in words("maximum minimum fmax fmin atan2 hypot logaddexp logaddexp2"):
         yield sample(name, self=t(4, 6), other=t(6))
     for name in words("logical_and logical_or logical_xor"):
         yield sample(name, self=ids(4, 6, limit=3), other=booleans(6))
@@ -125,14 +107,13 @@ def binary() -> Iterator[Sample]:
     yield sample("heaviside", Reason.VALUE, self=t(4, 6, grad=False), values=t(6, grad=False))
     yield sample("nextafter", Reason.VALUE, self=t(4, 6, grad=False), other=t(6, grad=False))
     yield sample("floor_divide", self=t(4, 6, grad=False), other=positive(6, grad=False))
-    for name in words("div divide"):
-        yield sample(f"{name}.Tensor_mode", Reason.ZERO_GRADIENT, self=t(4, 6), other=positive(6), rounding_mode="floor")
-        yield sample(f"{name}.Tensor_mode", self=t(4, 6), other=positive(6), rounding_mode=None)
+    yield sample("div.Tensor_mode", Reason.ZERO_GRADIENT, self=t(4, 6), other=positive(6), rounding_mode="floor")
+    yield sample("div.Tensor_mode", self=t(4, 6), other=positive(6), rounding_mode=None)
     for name in words("pow float_power"):
         yield sample(f"{name}.Tensor_Tensor", self=positive(4, 6), exponent=t(6))
     for name in words("fmod remainder"):
         yield sample(f"{name}.Tensor", self=t(4, 6), other=positive(6))
-    for name in words("xlogy.Tensor special_xlogy special_xlog1py"):  # 0 log 0 is 0: linear in the first where the second is not 0
+    for name in words("xlogy.Tensor special_xlog1py"):  # 0 log 0 is 0: linear in the first where the second is not 0
         yield sample(name, Reason.VALUE, self=t(4, 6), other=positive(6))
 
 
@@ -140,9 +121,8 @@ def several() -> Iterator[Sample]:
     """Pointwise operators with weights, conditions, bounds."""
     yield sample("prelu", self=t(4, 6, 5), weight=t(6))
     yield sample("prelu", self=t(4, 6), weight=t(1))
-    for name in words("clamp clip"):
-        yield sample(f"{name}.Tensor", self=t(4, 6), min=t(6), max=t(4, 6))
-        yield sample(f"{name}.Tensor", self=t(4, 6), min=None, max=t(6))
+    yield sample("clamp.Tensor", self=t(4, 6), min=t(6), max=t(4, 6))
+    yield sample("clamp.Tensor", self=t(4, 6), min=None, max=t(6))
     yield sample("clamp_min.Tensor", self=t(4, 6), min=t(6))
     yield sample("clamp_max.Tensor", self=t(4, 6), max=t(6))
     yield sample("where.self", condition=booleans(4, 6), self=t(4, 6), other=t(6))

@@ -23,7 +23,6 @@ def statistics() -> Iterator[Sample]:
     yield sample("nanmean", Reason.VALUE, self=t(4, 6), dim=(1,))
     yield sample("nansum", Reason.VALUE, self=t(4, 6))
     yield sample("count_nonzero", self=t(4, 6, grad=False))
-    yield sample("special_logsumexp", self=t(4, 6), dim=(1,))
     yield sample("frobenius_norm.dim", self=t(4, 6), dim=(1,))
     yield sample("linalg_norm", self=t(4, 6), dim=(1,))
     yield sample("linalg_norm.ord_str", self=t(3, 4, 6), ord="fro", dim=(1, 2))
@@ -37,8 +36,6 @@ def statistics() -> Iterator[Sample]:
     for name in words("var std var_mean std_mean"):
         yield sample(name, self=t(4, 6), unbiased=False)
     yield sample("dist", self=t(4, 6), other=t(6))
-    for name in words("special_softmax special_log_softmax"):
-        yield sample(name, self=t(3, 4, 6), dim=1)
 
 
 def vectors() -> Iterator[Sample]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hapx.theory.samples.draw import Sample, dtype, ids, sample, t
+from hapx.theory.samples.draw import Sample, ids, sample, t
 
 Shapes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 RESHAPES: Shapes = (
@@ -47,7 +47,7 @@ def views() -> Iterator[Sample]:
 
 
 def pieces() -> Iterator[Sample]:
-    """Slices, splits, concatenation, expansion, creation."""
+    """Slices, splits, concatenation, expansion, triangles."""
     yield sample("slice.Tensor", self=t(4, 6), dim=1, start=1, end=4)
     yield sample("slice.Tensor", self=t(4, 6), dim=0)
     yield sample("slice.Tensor", self=t(4, 6), dim=1, step=2)
@@ -65,18 +65,5 @@ def pieces() -> Iterator[Sample]:
     yield sample("stack", tensors=[t(4, 6), t(4, 6)], dim=1)
     yield sample("expand", self=t(4, 1, 6), size=(4, 5, 6))
     yield sample("expand", self=t(6), size=(4, -1))
-    yield sample("arange", end=6)
-    yield sample("arange.start", start=1, end=6)
-    yield sample("arange.start_step", start=1, end=9, step=2)
-    yield sample("zeros", size=(4, 6), dtype=dtype("float64"))
-    yield sample("ones", size=(4, 6), dtype=dtype("float64"))
-    yield sample("full", size=(4, 6), fill_value=2.0, dtype=dtype("float64"))
-    yield sample("eye", n=4)
-    yield sample("eye.m", n=4, m=6)
-    yield sample("scalar_tensor", s=2.0)
-    yield sample("linspace", start=0.0, end=1.0, steps=6)
-    yield sample("new_zeros", self=t(5), size=(4, 6))
-    yield sample("new_ones", self=t(5), size=(4, 6))
-    yield sample("new_full", self=t(5), size=(4, 6), fill_value=2.0)
     for name in ("tril", "triu"):
         yield sample(name, self=t(3, 4, 6))

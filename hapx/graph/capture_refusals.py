@@ -1,0 +1,215 @@
+"""What a captured program would leave out without a word: found before or while a model is traced, and refused.
+
+In: a module, the calls that forward makes, the world before and after it. Out: nothing, or a CaptureError that names the user's line. Refused
+are wrappers inside of the model, hooks that change gradients, gradients that forward itself computes, changes of global variables and
+closures, and random numbers of Python, numpy or torch that a captured program would freeze.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hapx.errors import CaptureError
+
+WRAPPERS: Mapping[str, str] = {
+    "DistributedDataParallel": "DDP",
+    "DataParallel": "DataParallel",
+    "FullyShardedDataParallel": "FSDP",
+    "RecursiveScriptModule": "scripting",
+}
+# functions by which forward computes gradients, or changes them
+GRADIENTS: Mapping[str, str] = {
+    "register_hook": "registers a hook on a gradient",
+    "register_post_accumulate_grad_hook": "registers a hook on a gradient",
+    "backward": "calls backward",
+    "grad": "computes a gradient",
+}
+INSTALLED = tuple({sysconfig.get_path(k) + os.sep for k in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<"})
+PLAIN = (bool, int, float, str, tuple, list, dict, set, type(None))
+
+
+def check_modules(module: nn.Module) -> None:
+    """Refuse wrappers inside of the model, and hooks on gradients."""
+    for name, part in module.named_modules():
+        if name and (kind := type(part).__name__) in WRAPPERS:
+            raise CaptureError(
+                f"{name!r} is a {kind}", where=type(module).__name__, allowed="plain single-device modules",
+                hint=f"use the module from before {WRAPPERS[kind]}: {name}.module" if kind != "RecursiveScriptModule" else "do not script it",
+            )  # fmt: skip
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise _hooked(f"module {name!r}" if name else "the model", type(module).__name__)
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise _hooked(f"parameter {name!r}", type(module).__name__)
+
+
+def _hooked(what: str, where: str) -> CaptureError:
+    return CaptureError(f"{what} has a hook on gradients, which would not run", where=where, hint="remove it; change gradients after loss.backward()")
+
+
+def refuse_gradients(function: Callable[..., Any], where: str) -> None:
+    """Refuse a call by which forward computes or changes gradients; autograd differentiates the captured program once, as a whole."""
+    home = getattr(function, "__module__", None) or ""
+    name = getattr(function, "__name__", "")
+    if name in GRADIENTS and home.startswith(("torch._tensor", "torch.autograd")):
+        raise CaptureError(
+            f"forward {GRADIENTS[name]}, which a captured program would not",
+            where=where,
+            hint="write the gradient as operators, or do it after forward",
+        )
+
+
+class World:
+    """Everything outside of the module that forward might change: construct it before, `check` it after."""
+
+    def __init__(self, functions: Iterator[FunctionType], where: str):
+        self.where = where
+        self.watched = list(_watched(functions))
+        self.states = _generators()
+
+    def check(self) -> None:
+        """Raise CaptureError for a change; global variables are put back."""
+        changed = [w for w in self.watched if w.restore()]
+        if changed:
+            raise CaptureError(
+                f"forward changes {', '.join(w.text for w in changed)}: a captured program would not",
+                where=changed[0].where,
+                hint="keep such state in a registered buffer, or outside forward",
+            )
+        for name, state in _generators().items():
+            if not _is_same_state(state, self.states[name]):
+                raise CaptureError(
+                    f"forward uses {name} random numbers: a captured program would use the same ones in every step", where=self.where,
+                    hint="draw them outside and pass them as an input, or use torch's dropout",
+                )  # fmt: skip
+
+
+def _generators() -> dict[str, Any]:
+    found: dict[str, Any] = {"Python's": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found["numpy's"] = numpy.random.get_state()
+    return found
+
+
+def _is_same_state(a: Any, b: Any) -> bool:
+    return all((x == y) if not hasattr(x, "all") else bool((x == y).all()) for x, y in zip(a, b, strict=True))
+
+
+def user_functions(module: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[FunctionType]:
+    """The forward functions of all submodules, functions among their attributes, and the functions that these name. Not those of installed
+    packages: their global variables are caches."""
+    pending: list[Any] = [loss_fn, getattr(loss_fn, "forward", None)]
+    for part in module.modules():
+        pending += [type(part).forward, *vars(part).values()]
+    seen: set[int] = set()
+    while pending:
+        function = pending.pop()
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        pending.append(getattr(function, "__wrapped__", None))
+        if function.__code__.co_filename.startswith(INSTALLED):
+            continue
+        yield function
+        pending += [function.__globals__.get(n) for n in _names(function.__code__)]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names that a function uses, nested functions included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+@dataclass
+class _Watched:
+    """A variable: how to read and write it, its value and a copy of that."""
+
+    text: str
+    where: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    value: Any
+    copy: Any
+
+    def restore(self) -> bool:
+        """Whether it has changed; if so it is put back."""
+        now = self.read()
+        if now is self.value and (type(now) not in (list, dict, set) or _alike(now, self.copy)):
+            return False
+        if isinstance(self.value, list):
+            self.value[:] = self.copy
+        elif isinstance(self.value, dict | set):
+            self.value.clear()
+            self.value.update(self.copy)
+        self.write(self.value)
+        return True
+
+
+def _alike(now: Any, copy: Any) -> bool:
+    if isinstance(now, dict):
+        return len(now) == len(copy) and all(k in copy and copy[k] is v for k, v in now.items())
+    if isinstance(now, set):
+        return len(now) == len(copy) and now <= copy
+    return len(now) == len(copy) and all(a is b for a, b in zip(now, copy, strict=True))
+
+
+def _watched(functions: Iterator[FunctionType]) -> Iterator[_Watched]:
+    seen: set[tuple[int, str]] = set()
+    for function in functions:
+        code, space = function.__code__, function.__globals__
+        where = f"{code.co_filename}:{code.co_firstlineno}: def {code.co_name}"
+        for name in _names(code):
+            value = space.get(name)
+            if name in space and isinstance(value, PLAIN) and (id(space), name) not in seen:
+                seen.add((id(space), name))
+                yield _Watched(f"the global {name!r}", where, _getter(space, name), _setter(space, name), value, _copied(value))
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            if isinstance(value, PLAIN) and (id(cell), "") not in seen:
+                seen.add((id(cell), ""))
+                yield _Watched(f"the outer variable {name!r}", where, _contents(cell), _refill(cell), value, _copied(value))
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, list | dict | set) else value
+
+
+def _getter(space: dict[str, Any], name: str) -> Callable[[], Any]:
+    return lambda: space.get(name)
+
+
+def _setter(space: dict[str, Any], name: str) -> Callable[[Any], None]:
+    return lambda value: space.__setitem__(name, value)
+
+
+def _contents(cell: Any) -> Callable[[], Any]:
+    return lambda: cell.cell_contents
+
+
+def _refill(cell: Any) -> Callable[[Any], None]:
+    return lambda value: setattr(cell, "cell_contents", value)
+
+
+def is_inside_functorch_grad() -> bool:
+    """Whether a gradient of torch.func is being computed."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Grad
+
+
+__all__ = ["World", "check_modules", "is_inside_functorch_grad", "refuse_gradients", "user_functions"]

@@ -1,0 +1,123 @@
+"""The domain of the A* search: partial programs of a problem at given shares.
+
+A partial program: for each live value the placements it is available in (one int, closed under free conversions), the pending compute per kind,
+forward and backward, and the memory per kind. a dominates b when its placements include b's, memory_a <= memory_b on every kind, and
+cost_a + max_j(pf_a - pf_b)_j + max_j(pb_a - pb_b)_j <= cost_b. Memory counts only where limits are given.
+
+Memory may have *prices* instead (seconds per byte and kind, see `hapx.synth.limited`): then they are part of every cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import add, le, mul, sub
+
+from hapx.cost.terms import Shares
+from hapx.synth.bound import Bound
+from hapx.synth.effect import Vector, plus
+from hapx.synth.moves import Move, Moves
+from hapx.synth.problem import Problem
+
+
+class State:
+    """A partial program; see the module."""
+
+    __slots__ = ("backward", "cost", "dead", "estimate", "forward", "level", "memory", "move", "parent", "place")
+
+    def __init__(self, level: int, place: int, cost: float, forward: Vector, backward: Vector, memory: Vector, estimate: float,
+                 parent: State | None, move: Move | None):  # fmt: skip
+        self.level, self.place, self.cost, self.forward, self.backward, self.memory = level, place, cost, forward, backward, memory
+        self.estimate, self.parent, self.move, self.dead = estimate, parent, move, False
+
+
+class Synthesis:
+    """The domain of the A* search: partial programs of a problem at given shares. limits: bytes per kind, or None if they cannot bind; capacity:
+    see `Moves`. prices: without limits, part of every cost; with limits, they only sharpen the bound, as Lagrangian multipliers: what fits costs at
+    least its priced cost less the price of all the memory that there is."""
+
+    def __init__(self, problem: Problem, shares: Shares, limits: Vector | None, *, capacity: Vector | None = None, prices: Vector | None = None):
+        self.problem, self.limits, self.prices = problem, limits, prices
+        self.moves = Moves(problem, shares, limits is not None, capacity, prices if limits is None else None)
+        self._multipliers = prices if limits is not None else None
+        self.bound = Bound(problem, self.moves if self._multipliers is None else Moves(problem, shares, False, None, prices))
+        self.depth = len(problem.steps)
+        self.zero: Vector = (0.0,) * problem.terms.kinds
+        self.fixed_memory = self.zero
+        for name, placement in problem.unused.items():
+            kept = next(k for k in problem.tables[name].stored if problem.tables[name].placements[k.placement] == placement)
+            self.fixed_memory = plus(self.fixed_memory, self.moves.values[kept.step.memory])
+        self._expanded: list[dict[int, list[tuple[Move, int]]]] = [{} for _ in problem.steps]
+        self._left = self._least_memory() if limits is not None else []
+
+    def start(self) -> State | None:
+        if self.limits is not None and not all(map(le, map(add, self.fixed_memory, self._left[0]), self.limits)):
+            return None
+        rest = self.bound.rest(0, self.problem.start)
+        fixed = sum(map(mul, self.prices, self.fixed_memory)) if self.limits is None and self.prices is not None else 0.0
+        estimate = self.bound.estimate(fixed + self._priced(self.fixed_memory), self.zero, self.zero, rest)
+        return State(0, self.problem.start, fixed, self.zero, self.zero, self.fixed_memory, estimate, None, None)
+
+    def successors(self, state: State, limit: float) -> Iterator[State]:
+        step = self.problem.steps[state.level]
+        level, kept = state.level + 1, state.place & step.keep
+        forward, backward, bound, limits, last = state.forward, state.backward, self.bound, self.limits, level == self.depth
+        for move, made in self._moves(state.level, state.place & step.reads):
+            effect = move.effect
+            memory = tuple(map(add, state.memory, effect.memory))
+            if limits is not None and not all(map(le, map(add, memory, self._left[level]), limits)):
+                continue
+            cost = state.cost + effect.const
+            if effect.forward_pre is None:
+                pf = tuple(map(add, forward, effect.forward))
+            else:
+                cost += max(map(add, forward, effect.forward_pre))
+                pf = effect.forward
+            if effect.backward_pre is None:
+                pb = tuple(map(add, backward, effect.backward))
+            else:
+                cost += max(map(add, backward, effect.backward_pre))
+                pb = effect.backward
+            if cost >= limit:
+                continue
+            place = kept | made
+            estimate = cost + max(pf) + max(pb)
+            if not last:
+                estimate = max(estimate, bound.estimate(cost + self._priced(memory), pf, pb, bound.rest(level, place)))
+            if estimate < limit:
+                yield State(level, place, cost, pf, pb, memory, estimate, state, move)
+
+    def dominates(self, a: State, b: State) -> bool:
+        if self.limits is not None and not all(map(le, a.memory, b.memory)):
+            return False
+        more = max(map(sub, a.forward, b.forward)) + max(map(sub, a.backward, b.backward))
+        return bool(a.cost + more <= b.cost + 1e-13 * b.estimate)
+
+    def _priced(self, memory: Vector) -> float:
+        """What multipliers add to a lower bound: the price of what is allocated, less that of all there is."""
+        if self._multipliers is None or self.limits is None:
+            return 0.0
+        return float(sum(map(mul, self._multipliers, map(sub, memory, self.limits))))
+
+    def _moves(self, level: int, mask: int) -> list[tuple[Move, int]]:
+        """The moves of a step, and the bits of a partial program that they set."""
+        known = self._expanded[level]
+        if mask not in known:
+            step, kind = self.problem.steps[level], self.problem.steps[level].kind
+            masks = tuple(s.fixed if s.fixed is not None else mask >> at & s.table.full for s, at in zip(kind.slots, step.slot_shifts, strict=True))
+            parts = [(o, s.table.full, at) for s, o, at in zip(kind.slots, kind.slot_offsets, step.slot_shifts, strict=True) if s.live]
+            parts += [(o, r.table.full, at) for r, o, at in zip(kind.results, kind.result_offsets, step.result_shifts, strict=True) if r.live]
+            known[mask] = [(m, sum((m.place >> o & full) << at for o, full, at in parts)) for m in self.moves.at(kind, masks)]
+        return known[mask]
+
+    def _least_memory(self) -> list[Vector]:
+        """Per level, bytes per kind that the steps from there on need at least."""
+        left = [self.zero]
+        for step in reversed(self.problem.steps):
+            new = {n for n, _, _ in step.live}
+            masks = []
+            for name, slot in zip(step.tensors, step.kind.slots, strict=True):
+                first = bool(slot.table.stored) and name not in new
+                masks.append(slot.fixed if slot.fixed is not None else 0 if first else slot.table.full)
+            needed = [m.effect.memory for m in self.moves.at(step.kind, tuple(masks))]
+            left.append(plus(left[-1], tuple(map(min, zip(*needed, strict=True))) if needed else self.zero))
+        return left[::-1]

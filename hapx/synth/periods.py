@@ -1,0 +1,65 @@
+"""Where a sequence of steps repeats itself, so that what was found for one repetition is not computed again for the others.
+
+In: a number per step, equal for steps that are alike. Out: per step its *period*: the distance to the later step that it repeats, 0 where it
+repeats none. Invariant: a step with period p is in a run of steps each of which equals the step p after it, at least p steps long.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+
+from hapx.synth.problem import Step
+
+Names = dict[str, str]
+
+
+def periods(kinds: Sequence[int]) -> list[int]:
+    """The period of every step, from the longest run that it is part of."""
+    codes = np.array(kinds)
+    runs = []
+    for period in range(1, len(codes) // 2 + 1):
+        same = np.concatenate([[False], codes[:-period] == codes[period:], [False]])
+        borders = np.flatnonzero(same[1:] != same[:-1])
+        runs += [(stop - start, -period, start) for start, stop in zip(borders[::2], borders[1::2], strict=True) if stop - start >= period]
+    found = [0] * len(codes)
+    for length, period, start in sorted(runs):  # longer runs are written last
+        found[start : start + length] = [-period] * length
+    return found
+
+
+class Repetition:
+    """What of a sequence of steps is what, one period later."""
+
+    def __init__(self, steps: tuple[Step, ...]):
+        self.steps = steps
+        self.period = periods([id(s.kind) for s in steps])
+        self.uses: dict[str, list[int]] = {}
+        for k, step in enumerate(steps):
+            for name in step.tensors:
+                self.uses.setdefault(name, []).append(k)
+
+    def names(self, level: int) -> Names | None:
+        """For every value that is live before `level`, the one that is used alike one period later; None if they are not alike."""
+        period = self.period[level]
+        if not period:
+            return None
+        there = {n: t for n, t, _ in self.steps[level + period].live}
+        found = {name: other for name, table, _ in self.steps[level].live if there.get(other := self._later(name, level, period)) is table}
+        return found if len(found) == len(self.steps[level].live) == len(there) == len(set(found.values())) else None
+
+    def continues(self, level: int, names: Names, after: Names) -> bool:
+        """Whether the step does with `names` what the step one period later does, given the names after it."""
+        step, other = self.steps[level], self.steps[level + self.period[level]]
+        made = zip(step.outputs, step.kind.results, other.outputs, strict=True)
+        return all(after.get(n) == o for n, result, o in made if result.live) and all(names.get(n, o) == o for n, o in after.items() if n in names)
+
+    def _later(self, name: str, level: int, period: int) -> str:
+        """What stands for `name` one period later: by its next use, or itself where that use is not repeated."""
+        uses = self.uses[name]
+        k = uses[bisect_left(uses, level)]
+        if k + period >= len(self.steps) or self.steps[k].kind is not self.steps[k + period].kind:
+            return name
+        return self.steps[k + period].tensors[self.steps[k].tensors.index(name)]

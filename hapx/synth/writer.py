@@ -1,0 +1,114 @@
+"""From the moves of a search to a program, with every placement and conversion explicit.
+
+In: the last partial program of a search. Out: a `Solution`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hapx.cost.model import StepCost
+from hapx.cost.terms import Term
+from hapx.plan import Communication, Instruction, Program, ProgramKey, Triple
+from hapx.states import REPLICATED, Placement, Property
+from hapx.synth.astar import Statistics
+from hapx.synth.domain import State
+from hapx.synth.effect import Vector
+from hapx.synth.moves import Move
+from hapx.synth.problem import Problem, sources
+from hapx.synth.tables import TensorTable
+
+
+@dataclass(frozen=True)
+class Solution:
+    """`steps`: what each instruction costs, in program order; `storage`: bytes of every parameter and buffer as stored; `cost`: seconds;
+    `memory`: bytes per kind. `prices`: of memory, seconds per byte and kind, at which the program was found (None: memory did not bind)."""
+
+    program: Program
+    storage_of: Mapping[str, Placement]
+    steps: tuple[StepCost, ...]
+    storage: tuple[Term, ...]
+    cost: float
+    memory: Vector
+    statistics: Statistics
+    prices: Vector | None = None
+
+
+def solution(problem: Problem, last: State, cost: float, key: ProgramKey, statistics: Statistics, prices: Vector | None = None) -> Solution:
+    """The program of a complete state."""
+    moves: list[Move] = []
+    state: State | None = last
+    while state is not None:
+        if state.move is not None:
+            moves.append(state.move)
+        state = state.parent
+    writer = _Writer(problem)
+    for level, move in enumerate(reversed(moves)):
+        writer.step(level, move)
+    program = Program(key, problem.theory.mesh, tuple(writer.instructions), writer.needs(), tuple(writer.gives))
+    storage_of = dict(writer.storage)
+    return Solution(program, storage_of, tuple(writer.steps), tuple(writer.kept), cost, last.memory, statistics, prices)
+
+
+class _Writer:
+    """Turns moves into instructions, with every placement and conversion explicit."""
+
+    def __init__(self, problem: Problem):
+        self.problem, self.graph = problem, problem.theory.graph
+        self.instructions: list[Instruction] = []
+        self.steps: list[StepCost] = []
+        self.gives: list[Property] = []
+        whole = Placement((REPLICATED,) * len(problem.theory.mesh.axes))
+        self.have: dict[str, dict[int, None]] = {r.name: {problem.tables[r.name].number[whole]: None} for r in sources(self.graph)}
+        self.storage: dict[str, Placement] = dict(problem.unused)
+        tables = problem.tables
+        self.kept: list[Term] = [k.memory for n, p in problem.unused.items() for k in tables[n].stored if tables[n].placements[k.placement] == p]
+
+    def step(self, level: int, move: Move) -> None:
+        step = self.problem.steps[level]
+        for use in move.uses:
+            name = step.tensors[use.slot]
+            table = self.problem.tables[name]
+            if use.kept is not None:
+                self.storage[name] = table.placements[use.kept.placement]
+                self.kept.append(use.kept.memory)
+                self.steps.append(use.kept.cost)
+                self.have[name] = {use.kept.placement: None}
+            if use.conversion is not None:
+                self._free(name, table, use.conversion.source)
+                if use.target not in self.have[name]:
+                    self._convert(name, table, use.conversion.source, use.target, use.conversion.path)
+                    self.steps.append(use.conversion.cost)
+            self._free(name, table, use.target)
+        if level >= self.problem.num_nodes:
+            (use,) = move.uses
+            self.gives.append(Property(step.tensors[0], self.problem.tables[step.tensors[0]].placements[use.target]))
+            return
+        triple = self._triple(level, move)
+        self.instructions.append(Instruction(triple))
+        if move.choice.cost is not None:
+            self.steps.append(move.choice.cost)
+        for p in triple.post:
+            self.have[p.tensor] = {self.problem.tables[p.tensor].number[p.placement]: None}
+
+    def _triple(self, level: int, move: Move) -> Triple:
+        return self.problem.triples[level][move.choice.index]
+
+    def _free(self, name: str, table: TensorTable, target: int) -> None:
+        """Make a placement that is free from one that is there."""
+        have = self.have[name]
+        if target not in have:
+            source = next(s for s in have if table.closure(s) >> target & 1)
+            self._convert(name, table, source, target, table.free_path(source, target))
+
+    def _convert(self, name: str, table: TensorTable, source: int, target: int, path: tuple[Communication, ...]) -> None:
+        pre, post = Property(name, table.placements[source]), Property(name, table.placements[target])
+        self.instructions.append(Instruction(Triple(None, (pre,), (post,), path)))
+        self.have[name][target] = None
+
+    def needs(self) -> tuple[Property, ...]:
+        """Parameters and buffers as stored, inputs and constants whole."""
+        whole = Placement((REPLICATED,) * len(self.problem.theory.mesh.axes))
+        given = {r.name: whole for r in sources(self.graph)} | self.storage
+        return tuple(Property(name, given[name]) for name in self.graph.refs if name in given)

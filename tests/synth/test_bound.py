@@ -1,0 +1,85 @@
+"""The lower bound of the rest of a program, against the true cost of the rest from states that random choices lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from hapx.restriction import Restriction
+from hapx.synth.astar import Statistics, search
+from hapx.synth.domain import State, Synthesis
+from hapx.synth.problem import build
+from support import toy
+
+KINDS = {1: ((0, 1, 2, 3),), 2: ((0, 1), (2, 3)), 3: ((0,), (1, 2), (3,))}
+
+
+class Unbounded:
+    """The same domain from another start, without the bound."""
+
+    def __init__(self, domain: Synthesis, start: State):
+        self.domain, self.depth, self._start = domain, domain.depth, start
+
+    def start(self) -> State:
+        return self._start
+
+    def successors(self, state: State, limit: float) -> Iterator[State]:
+        for s in self.domain.successors(state, float("inf")):
+            s.estimate = s.cost if s.level < self.depth else s.estimate
+            yield s
+
+    def dominates(self, a: State, b: State) -> bool:
+        return self.domain.dominates(a, b)
+
+
+def several(domain: Synthesis, state: State) -> bool:
+    """Whether a value is available in placements of which none gives the others for free."""
+    for _, table, shift in domain.problem.steps[state.level].live:
+        mask = state.place >> shift & table.full
+        if not table.stored and all(table.closure(i) != mask for i in range(len(table.placements)) if mask >> i & 1):
+            return True
+    return False
+
+
+def walk(domain: Synthesis, random: Random) -> Iterator[State]:
+    """States of one random program, those with values in several placements if there are any."""
+    state = domain.start()
+    while state is not None and state.level < domain.depth - 1:
+        following = list(domain.successors(state, float("inf")))
+        rich = [s for s in following if several(domain, s)]
+        state = random.choice(rich or following) if following else None
+        if state is not None:
+            yield state
+
+
+def test_bound_never_exceeds_the_cheapest_completion() -> None:
+    checked = rich = 0
+    for seed in (7, 8, 11, 15, 19, 21, 24, 25, 30, 42, 61, 72):
+        mesh, kinds = (toy.FLAT, KINDS[seed % 3 + 1]) if seed % 2 else (toy.SQUARE, ((0,), (1,)))
+        theory = toy.random_theory(seed, mesh, nodes=7, triples=2, states=2, parameters=1 + seed % 2)
+        problem = build(theory, toy.ToyCosts(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
+        domain = Synthesis(problem, toy.shares(theory, len(kinds), seed), None)
+        for number in range(3):
+            for state in walk(domain, Random(number)):
+                best = search(Unbounded(domain, state), Statistics())
+                assert best is not None
+                assert state.estimate <= best.estimate * (1 + 1e-9), (seed, number, state.level)
+                checked, rich = checked + 1, rich + several(domain, state)
+    print(f"{checked} states, {rich} with a value in several placements")
+    assert rich > 30
+
+
+@pytest.mark.parametrize("seed", [7, 21])
+def test_a_second_placement_helps_no_more_than_it_can(seed: int) -> None:
+    """With a value in more placements the bound is lower, but not below what the cheapest of all placements allows."""
+    theory = toy.random_theory(seed, toy.FLAT, nodes=7, triples=2, states=2, parameters=1)
+    problem = build(theory, toy.ToyCosts(toy.FLAT, seed, KINDS[2]), Restriction(forms=frozenset({"padded"})))
+    domain = Synthesis(problem, toy.shares(theory, 2, seed), None)
+    for number in range(5):
+        for state in walk(domain, Random(number)):
+            for _, table, shift in problem.steps[state.level].live:
+                everything = state.place | table.full << shift
+                more = domain.bound.rest(state.level, everything)
+                assert all(a <= b + 1e-12 for a, b in zip(more, domain.bound.rest(state.level, state.place), strict=True))

@@ -1,0 +1,234 @@
+"""Rematerialisation as a choice of the plan: what it keeps, what it costs, when "auto" takes it, and how plans carry it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hapx.cluster.spec import ClusterSpec
+from hapx.cost.compute import work
+from hapx.cost.memory import converted_again, forgotten, kept, kept_bytes
+from hapx.cost.model import CostModel
+from hapx.cost.remat import chosen_blocks, with_blocks, without_blocks
+from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.graph.capture import capture
+from hapx.graph.segments import graph_hash
+from hapx.ir import Graph, OpCall, Region
+from hapx.plan import Plan
+from hapx.planner import extend, key_of, plan_graphs, plan_module
+from hapx.restriction import BASELINES, Restriction, with_remat
+from support.models import GPT
+
+LAYERS = 4
+
+
+def gpt() -> GPT:
+    with torch.device("meta"):
+        return GPT(13, 16, 4, LAYERS, 8, dtype=torch.float32)
+
+
+@cache
+def graph(batch: int = 16, training: bool = True) -> Graph:
+    return capture(gpt(), GPT(13, 4, 1, 1, 8).example(batch), training=training)
+
+
+def devices(memory: int | str, count: int = 2) -> ClusterSpec:
+    return ClusterSpec.load(
+        {
+            "name": "small",
+            "machines": [{"name": "m", "devices": ["d"] * count}],
+            "device_types": {"d": {"flops": 1e9, "memory": memory, "memory_bandwidth": "1 GB/s"}},
+            "network": {"inter": {"bandwidth": "1 GB/s", "latency": "1 us"}, "intra": {"bandwidth": "1 GB/s", "latency": "1 us"}},
+        }
+    )
+
+
+DP = Restriction("dp", mesh="flat", split="batch", ratios="even", storage="as-used", sfb="never")
+
+
+@cache
+def plan(remat: str, memory: int | str = "1 GiB") -> Plan:
+    return plan_graphs([graph()], devices(memory), strategy=replace(DP, remat=remat))  # type: ignore[arg-type]
+
+
+# ---- the transformation ------------------------------------------------------------------------------------------------------
+
+
+def test_every_repeated_block_becomes_a_region() -> None:
+    blocks = with_blocks(graph())
+    assert chosen_blocks(blocks) == LAYERS
+    assert [r.stop - r.start for r in blocks.regions] == [blocks.regions[0].stop - blocks.regions[0].start] * LAYERS
+    assert kept_bytes(blocks) < 0.5 * kept_bytes(graph())
+    assert without_blocks(blocks) == graph()
+
+
+def test_the_hash_is_that_of_the_computation() -> None:
+    assert graph_hash(with_blocks(graph())) == graph().hash
+    own = replace(graph(), regions=(Region("checkpoint", 3, 9),))
+    assert graph_hash(own) != graph().hash  # a region of the model is part of it
+
+
+def test_regions_of_the_model_stay() -> None:
+    class Half(GPT):
+        def logits(self, idx: Tensor) -> Tensor:
+            x = self.tok(idx) + self.pos(torch.arange(idx.shape[1], device=idx.device))
+            for i, block in enumerate(self.blocks):
+                x = checkpoint(block, x, use_reentrant=False) if i < LAYERS // 2 else block(x)
+            return self.head(self.norm(x))
+
+    captured = capture(Half(13, 16, 4, LAYERS, 8), GPT(13, 4, 1, 1, 8).example(4))
+    assert len(captured.regions) == LAYERS // 2
+    assert with_blocks(captured).regions[: LAYERS // 2] == captured.regions
+    assert set(kept(with_blocks(captured))) < set(kept(captured)) < set(kept(replace(captured, regions=())))
+
+
+def test_a_model_without_repetition_is_left_alone() -> None:
+    captured = capture(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), (torch.ones(2, 4), torch.ones(2, 4)), loss_fn=nn.functional.mse_loss)
+    assert with_blocks(captured) is captured
+    assert plan_graphs([captured], devices("1 GiB"), strategy=Restriction(remat="blocks")).graphs != {}
+
+
+# ---- memory and time ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_region_counts_as_if_it_were_none() -> None:
+    """While it is computed again its tensors are there."""
+    blocks = with_blocks(graph())
+    first = blocks.regions[0]
+    names = {o.name for n in blocks.nodes[first.start : first.stop] for o in n.outputs}
+    assert kept(graph()) & names <= kept(blocks)
+    assert not forgotten(blocks) & names
+    assert len(forgotten(blocks)) == (LAYERS - 1) * len(names)
+
+
+def test_inside_of_a_region_backward_computes_forward_again() -> None:
+    blocks = with_blocks(graph())
+    node = next(n for n in blocks.nodes[blocks.regions[1].start :] if n.call.op == "aten.linear")
+    once, twice = work(graph(), node), work(blocks, node)
+    assert twice.forward == once.forward
+    assert twice.backward == once.forward + once.backward
+    assert sum(b for _, b in twice.moved_back) == sum(b for _, b in once.moved) + sum(b for _, b in once.moved_back)
+    outside = blocks.nodes[0]
+    assert work(blocks, outside) == work(graph(), outside)
+
+
+def test_what_only_regions_use_is_converted_again() -> None:
+    blocks = with_blocks(graph())
+    again = converted_again(blocks)
+    assert "blocks.0.up.weight" in again
+    assert "tok.weight" not in again
+    assert converted_again(graph()) == frozenset()
+    path = next(
+        i.triple
+        for i in plan_graphs([graph()], devices("1 GiB"), strategy="zero").stages[0].program.instructions
+        if not isinstance(i.triple.body, OpCall) and i.triple.pre[0].tensor == "blocks.0.up.weight"
+    )
+    assert not isinstance(path.body, OpCall)
+    costs = []
+    for g in (graph(), blocks):
+        theory = _theory(g)
+        model = CostModel(theory, devices("1 GiB"), "fp32", "adamw", "train")
+        costs.append(model.conversion(g.refs["blocks.0.up.weight"], path.body, path.post[0].placement))
+    count = [[c.direction for c in cost.communication].count("backward") for cost in costs]
+    forward = [c.direction for c in costs[0].communication].count("forward")
+    assert forward >= 1
+    assert count[1] == count[0] + (0 if any(c.free for c in path.body) else forward)
+    assert [c.direction for c in costs[1].communication].count("forward") == forward
+
+
+def _theory(g: Graph):  # type: ignore[no-untyped-def]
+    from hapx.theory.derive import derive
+
+    return derive(g, plan("none").stages[0].mesh)
+
+
+def test_plans_with_blocks_need_less_memory_and_more_time() -> None:
+    none, blocks = plan("none"), plan("blocks")
+    assert blocks.memory[0] < none.memory[0]
+    forward = sum(work(graph(), n).forward for n in graph().nodes[with_blocks(graph()).regions[0].start : with_blocks(graph()).regions[-1].stop])
+    assert blocks.iteration_time - none.iteration_time > 0.9 * forward / 2 / 1e9  # two devices of 1 GFLOP/s
+    assert blocks.restriction.remat == "blocks"
+    blocks.verify()
+
+
+def test_auto_takes_blocks_only_when_it_must() -> None:
+    none, blocks = plan("none").memory[0] / 0.9, plan("blocks").memory[0] / 0.9
+    plenty, short, none_at_all = round(1.05 * none), round((none + blocks) / 2), round(0.8 * blocks)
+    assert chosen_blocks(plan("auto", plenty).graphs[plan("auto", plenty).first]) == 0
+    assert chosen_blocks(plan("auto", short).graphs[plan("auto", short).first]) == LAYERS
+    plan("auto", short).verify()
+    with pytest.raises(InsufficientMemoryError):
+        plan("none", short)
+    with pytest.raises(InsufficientMemoryError):
+        plan("auto", none_at_all)
+
+
+# ---- what users say ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_restriction_comes_first() -> None:
+    choices = ("auto", "none", "blocks")
+    said = {(rule, asked): with_remat(replace(DP, remat=rule), asked).remat for rule in choices for asked in choices}  # type: ignore[arg-type]
+    assert said == {(rule, asked): rule if rule != "auto" else asked for rule, asked in said}
+    assert all(r.remat == "auto" for r in BASELINES.values())
+    chosen = plan_module(gpt(), devices("1 GiB"), GPT(13, 4, 1, 1, 8).example(16), strategy=DP, remat="blocks")
+    assert chosen_blocks(chosen.graphs[chosen.first]) == LAYERS
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    with pytest.raises(HapError, match=r"remat='full'.*'auto', 'none', 'blocks'"):
+        plan_module(gpt(), devices("1 GiB"), GPT(13, 4, 1, 1, 8).example(16), remat="full")
+
+
+def test_the_plan_says_it() -> None:
+    assert f"computed again in backward: {LAYERS} blocks\n" in str(plan("blocks"))
+    assert "computed again" not in str(plan("none"))
+
+
+def test_plans_keep_their_regions(tmp_path: Path) -> None:
+    plan("blocks").save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    loaded.verify()
+    assert loaded == plan("blocks")
+    assert loaded.digest != plan("none").digest
+
+
+def test_further_programs_follow_the_first() -> None:
+    other, evaluation = graph(6), graph(4, training=False)
+    longer = extend(extend(plan("blocks"), other, key_of(other)), evaluation, key_of(evaluation))
+    assert [chosen_blocks(g) for g in longer.graphs.values()] == [LAYERS, LAYERS, 0]
+    longer.verify()
+    assert chosen_blocks(extend(plan("none"), other, key_of(other)).graphs[key_of(other)]) == 0
+
+
+def test_a_further_program_may_need_blocks_where_the_first_did_not() -> None:
+    first = plan("auto", round(1.05 * plan("none").memory[0] / 0.9))
+    large = graph(32)
+    longer = extend(first, large, key_of(large))
+    assert [chosen_blocks(g) for g in longer.graphs.values()] == [0, LAYERS]
+    longer.verify()
+
+
+def edited(regions: tuple[Region, ...]) -> Plan:
+    p = plan("blocks")
+    return replace(p, graphs={p.first: replace(p.graphs[p.first], regions=regions)})
+
+
+@pytest.mark.parametrize("fault", ["one less", "overlap", "outside", "wider"])
+def test_changed_regions_are_noticed(fault: str) -> None:
+    own = plan("blocks").graphs[plan("blocks").first].regions
+    first, second = own[0], own[1]
+    regions = {
+        "one less": own[1:],
+        "overlap": (replace(first, stop=second.start + 1), *own[1:]),
+        "outside": (*own[:-1], replace(own[-1], stop=10_000)),
+        "wider": (replace(first, start=first.start - 1), *own[1:]),
+    }[fault]
+    with pytest.raises(PlanError):
+        edited(regions).verify()
