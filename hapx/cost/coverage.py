@@ -33,12 +33,12 @@ class Coverage:
     @property
     def flops(self) -> float:
         """Share of the FLOPs without a rule."""
-        return sum(o.flops for o in self.operators)
+        return sum((o.flops for o in self.operators), 0.0)
 
     @property
     def bytes(self) -> float:
         """Share of the bytes without a rule."""
-        return sum(o.bytes for o in self.operators)
+        return sum((o.bytes for o in self.operators), 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """For `Plan.statistics`."""
