@@ -45,6 +45,9 @@ class Domain(Protocol[N]):
     def dominates(self, a: N, b: N) -> bool:
         """Whether a's cost makes b superfluous, given that a's place includes b's."""
 
+    def again(self, node: N, limit: float) -> list[N] | None:
+        """The successor that repeats what was done where things stood as they do here, if they did; None where there is no such place."""
+
 
 @dataclass(slots=True)
 class Statistics:
@@ -98,7 +101,8 @@ class Front(Generic[N]):
 
 
 def beam(domain: Domain[N], width: int, statistics: Statistics, incumbent: N | None = None) -> N | None:
-    """A good solution: level by level, the `width` nodes of least estimate below the incumbent's. The incumbent where nothing is better."""
+    """A good solution: level by level, the `width` nodes of least estimate below the incumbent's; where decisions repeat themselves, the same
+    ones again. The incumbent where nothing is better."""
     limit = incumbent.estimate * (1 - TOLERANCE) if incumbent is not None else float("inf")
     start = domain.start()
     nodes = [start] if start is not None else []
@@ -106,7 +110,8 @@ def beam(domain: Domain[N], width: int, statistics: Statistics, incumbent: N | N
         front: Front[N] = Front(domain)
         for node in nodes:
             statistics.expansions += 1
-            for successor in domain.successors(node, limit):
+            repeated = domain.again(node, limit)
+            for successor in domain.successors(node, limit) if repeated is None else repeated:
                 statistics.generated += 1
                 statistics.dominated += not front.admit(successor)
         nodes = heapq.nsmallest(width, front.nodes(), key=lambda n: n.estimate)

@@ -16,6 +16,7 @@ from hapx.cost.terms import Shares
 from hapx.synth.bound import Bound
 from hapx.synth.effect import Vector, plus
 from hapx.synth.moves import Move, Moves
+from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
 
 
@@ -46,6 +47,8 @@ class Synthesis:
         for name, placement in problem.unused.items():
             kept = next(k for k in problem.tables[name].stored if problem.tables[name].placements[k.placement] == placement)
             self.fixed_memory = plus(self.fixed_memory, self.moves.values[kept.step.memory])
+        self.repetition: Repetition = self.bound.relaxation.repetition
+        self._alike: dict[int, list[tuple[int, int, int]] | None] = {}
         self._expanded: list[dict[int, list[tuple[Move, int]]]] = [{} for _ in problem.steps]
         self._left = self._least_memory() if limits is not None else []
 
@@ -58,10 +61,38 @@ class Synthesis:
         return State(0, self.problem.start, fixed, self.zero, self.zero, self.fixed_memory, estimate, None, None)
 
     def successors(self, state: State, limit: float) -> Iterator[State]:
+        return self._follow(state, self._moves(state.level, state.place & self.problem.steps[state.level].reads), limit)
+
+    def again(self, state: State, limit: float) -> list[State] | None:
+        """One period after a state in which every value was available as its counterpart is here: the move that was made there."""
+        period = self.repetition.before(state.level)
+        pairs = self._pairs(state.level, period) if period else None
+        if pairs is None:
+            return None
+        then, made = state, None
+        for _ in range(period):
+            then, made = then.parent, then  # type: ignore[assignment]
+            if then is None:
+                return None
+        if any(state.place >> now & full != then.place >> before & full for now, before, full in pairs):
+            return None
+        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads)
+        return list(self._follow(state, [m for m in moves if made is not None and m[0] is made.move], limit))
+
+    def _pairs(self, level: int, period: int) -> list[tuple[int, int, int]] | None:
+        """Bits of every live value, of its counterpart one period before, and their mask; None if the two places are not alike."""
+        if level not in self._alike:
+            names = self.repetition.names(level - period)
+            shifts = {n: at for n, _, at in self.problem.steps[level].live}
+            earlier = self.problem.steps[level - period].live
+            self._alike[level] = [(shifts[names[n]], at, t.full) for n, t, at in earlier] if names is not None else None
+        return self._alike[level]
+
+    def _follow(self, state: State, moves: list[tuple[Move, int]], limit: float) -> Iterator[State]:
         step = self.problem.steps[state.level]
         level, kept = state.level + 1, state.place & step.keep
         forward, backward, bound, limits, last = state.forward, state.backward, self.bound, self.limits, level == self.depth
-        for move, made in self._moves(state.level, state.place & step.reads):
+        for move, made in moves:
             effect = move.effect
             memory = tuple(map(add, state.memory, effect.memory))
             if limits is not None and not all(map(le, map(add, memory, self._left[level]), limits)):

@@ -40,6 +40,11 @@ class Repetition:
         for k, step in enumerate(steps):
             for name in step.tensors:
                 self.uses.setdefault(name, []).append(k)
+        self._before = {level + period: period for level, period in enumerate(self.period) if period}
+
+    def before(self, level: int) -> int:
+        """The period of the step that `level` repeats, 0 if it repeats none."""
+        return self._before.get(level, 0)
 
     def names(self, level: int) -> Names | None:
         """For every value that is live before `level`, the one that is used alike one period later; None if they are not alike."""

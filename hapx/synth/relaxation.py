@@ -87,6 +87,7 @@ class Relaxation:
         # the table before level k is _base[k] + _offsets[k]
         self._base: list[Rows] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
         self._offsets: list[Array] = [np.zeros(len(self.weights))] * (len(problem.steps) + 1)
+        self.repetition = Repetition(problem.steps)
         self._tabulate()
 
     def rows(self, context: Context, level: int) -> tuple[Rows, Array]:
@@ -127,7 +128,7 @@ class Relaxation:
     def _tabulate(self) -> None:
         """The general tables, from the last step backward."""
         steps = self.problem.steps
-        repetition = Repetition(steps)
+        repetition = self.repetition
         same: Names | None = None  # names one period later, where the tables after this step are those of one period later plus `delta`
         delta = self._offsets[-1]
         for level in range(len(steps) - 1, -1, -1):
