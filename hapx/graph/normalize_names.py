@@ -30,9 +30,14 @@ def types(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
 
 
 def with_types(packet: torch._ops.OpOverloadPacket, op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload of `packet` with the arguments of `op`, that of the same name first."""
-    found = [o for o in (getattr(packet, name) for name in packet.overloads()) if types(o) == types(op)]
+    """The overload of `packet` with the arguments of `op`, by name and type; where there is none, by type. That of the same name first."""
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    found = [o for o in overloads if types(o) == types(op)] or [o for o in overloads if _only_types(o) == _only_types(op)]
     return min(found, key=lambda o: o._overloadname != op._overloadname, default=None)
+
+
+def _only_types(op: torch._ops.OpOverload) -> list[str]:
+    return [kind for _, kind in types(op)]
 
 
 @cache
