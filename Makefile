@@ -18,11 +18,12 @@ export XDG_CONFIG_HOME := $(HERE)/config
 export MPLCONFIGDIR := $(HERE)/config/matplotlib
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup test lint format demo clean
+.PHONY: help setup test hub lint format demo clean
 
 help:
 	@echo "make demo    set up and run the main job: examples/train_gpt.py on $(RANKS) processes"
 	@echo "make test    set up, then all checks and tests"
+	@echo "make hub     set up with the package transformers, then the tests with its models"
 	@echo "make lint    ruff, mypy, import-linter      make format  ruff format and fixes"
 	@echo "make setup   only install into .venv        make clean   remove .venv and caches"
 
@@ -46,6 +47,17 @@ $(STAMP): pyproject.toml constraints.txt
 test: setup lint
 	@mkdir -p $(FOLDERS)
 	$(BIN)/python -m pytest -q --basetemp=$(VENV)/tmp/pytest
+
+# Models of the package transformers, without downloads: made from configurations, with random weights.
+HUB_STAMP := $(VENV)/.installed-hub
+$(HUB_STAMP): $(STAMP)
+	@echo "installing the extra hub"
+	@$(PIP) install --constraint constraints.txt --editable '.[test,demo,hub]'
+	@touch $(HUB_STAMP)
+
+hub: $(HUB_STAMP)
+	@mkdir -p $(FOLDERS)
+	$(BIN)/python -m pytest tests/hub -q --basetemp=$(VENV)/tmp/pytest
 
 lint: setup
 	$(BIN)/ruff check .

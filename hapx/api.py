@@ -169,7 +169,7 @@ class HAP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns on one device, with the loss of the whole batch. Other results are this rank's pieces, or whole with
-        `gather_outputs`; results that are no tensors, and caches of generation, are left out."""
+        `gather_outputs`; objects that are no tensors, caches of generation for one, are left out."""
         call, key = self._announce(args, kwargs)
         local = LocalInputs(self._world, call.tensors) if self._local_inputs else None
         if local is not None:

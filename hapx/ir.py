@@ -192,8 +192,8 @@ class Output:
 @dataclass(frozen=True, slots=True)
 class Container:
     """A container that the module returned. `type`: "tuple", "list", "dict", or "module:name" of a class (ModelOutput, a dataclass, a named
-    tuple). `items`: by key, what is there: a Container, `Ref(place)` for the result at that place (`Ref("")`: the loss), None or a plain
-    constant. Objects of other kinds, caches of generation for one, are left out."""
+    tuple). `items`: by key, what is there: a Container, `Ref(place)` for the result at that place (`Ref("")`: the loss), or None. Objects of
+    other kinds, caches of generation for one, are left out."""
 
     type: str
     items: tuple[tuple[str, Value], ...]

@@ -17,6 +17,7 @@ settings.load_profile("hapx")
 
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
+HUB = Path(__file__).parent / "hub"
 HOW = {"slow": "python -m pytest -m slow", "hub": "make hub"}
 
 
@@ -34,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     expression = config.getoption("markexpr")
-    named = "hub" in expression or any("hub" in Path(arg.partition("::")[0]).parts for arg in config.args)
+    named = "hub" in expression or any(Path(arg.partition("::")[0]).resolve().is_relative_to(HUB) for arg in config.args)
     left_out = {"slow": not expression, "hub": not named}
     counts = config.stash.setdefault(LEFT_OUT, {})
     for marker in (m for m, leave in left_out.items() if leave):

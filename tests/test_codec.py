@@ -72,7 +72,7 @@ def small_plan(repetitions: int = 1) -> Plan:
         regions=(Region("autocast", 0, 1, (("dtype", TorchConst("dtype", "bfloat16")),)),), tied=(("w", "head.w"),), segment_of=(0,) * len(nodes),
         block_of=(*((0, i) for i in range(repetitions)), None), input_names=("x",), batch=8, mode="train",
         constants={"c": (1, 2.5, True)}, hash="abc",
-        returns=Container("tuple", (("0", Ref("")), ("1", None), ("2", 0.5))),
+        returns=Container("tuple", (("0", Ref("")), ("1", None))),
         probed=(Probed("mylib.twist.default", (0,), (Rule((Site(0),), (PARTIAL,)),), "a note"),),
     )  # fmt: skip
     shard, whole = Placement((Sharded(0, 1, 1, CUT),)), Placement((REPLICATED,))

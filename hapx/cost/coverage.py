@@ -47,8 +47,8 @@ class Coverage:
 
 
 def has_rule(graph: Graph, index: int) -> bool:
-    """Whether anything is known of a node but that it may run whole everywhere."""
-    return lookup(graph.nodes[index].call) is not None
+    """Whether anything is known of a node but that it may run whole everywhere: by the table, or found by execution."""
+    return lookup(graph.nodes[index].call) is not None or bool(graph.probed_rules.get(index))
 
 
 def coverage(graph: Graph) -> Coverage:

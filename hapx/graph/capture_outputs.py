@@ -1,7 +1,8 @@
 """What a module returned: the scalar loss, the other tensors, and the container around them.
 
 In: any container of tensors. Out: the loss, and the rest by place ("logits", "1.0"). A loss is a scalar floating tensor; in a dict,
-dataclass or named tuple it is called "loss", or else comes first. Objects that are neither tensors, containers nor constants are left out.
+dataclass or named tuple it is called "loss", or else comes first. Numbers and text are refused; other objects, caches of generation for one, are
+left out.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def _loss_place(output: Any) -> str:
 def _described_container(value: Any, path: str, loss: str) -> Value:
     if isinstance(value, Tensor):
         return Ref("" if path == loss else path)
-    if value is None or type(value) in (bool, int, float, str):
-        return value
+    if value is None:
+        return None
     kind = type(value)
     name = kind.__name__ if kind in (tuple, list, dict) else f"{kind.__module__}:{kind.__qualname__}"
     items = []
@@ -62,7 +63,7 @@ def _described_container(value: Any, path: str, loss: str) -> Value:
 
 
 def _is_data(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor | Mapping | tuple | list) or bool(_entries(value))
+    return value is None or isinstance(value, Tensor | Mapping | tuple | list) or bool(_entries(value))
 
 
 def _entries(output: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ calls that do run keep what they would keep on the others, so that freed paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,16 +26,27 @@ def example(shape: Sequence[int], dtype: torch.dtype, grad: bool, device: torch.
 
 
 def accepts(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether the kernel takes these arguments, forward and backward, and gives outputs of `shapes`."""
+    """Whether the kernel takes these arguments, forward and backward, and gives outputs of `shapes`, and a gradient to every operand that
+    requires one (attention of no heads forgets its mask, whose owner would wait for it on the other devices)."""
     try:
         results = function(*args, **kwargs)
         outputs = [results] if isinstance(results, Tensor) else list(results)
         differentiable = [t for t in outputs if t.requires_grad]
         if differentiable:
             torch.autograd.backward(differentiable, [torch.zeros_like(t) for t in differentiable])
+            if any(t.requires_grad and t.is_leaf and t.grad is None for t in _tensors((args, tuple(kwargs.values())))):
+                return False
     except Exception:  # whatever a kernel says, custom ones included
         return False
     return [tuple(t.shape) for t in outputs] == [tuple(s) for s in shapes]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _tensors(v)
 
 
 def kept_operands(function: Callable[..., Any], operands: Sequence[Description], device: torch.device) -> tuple[int, ...]:

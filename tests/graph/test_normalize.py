@@ -276,6 +276,20 @@ def test_aliases_are_written_as_what_they_are() -> None:
     assert {n.call.op for n in check(aliases).nodes} <= {f"aten.{name}" for name in f"{known} {pointwise}".split()}
 
 
+def test_dropout_in_place_is_dropout() -> None:
+    def body(m: Model, h: Tensor) -> Tensor:
+        y = h * 2
+        F.dropout(y, 0.5, inplace=True)
+        F.dropout(y, 0.0, inplace=True)
+        return y
+
+    graph = capture(Model(body), (inputs(),))
+    (drop,) = (n for n in graph.nodes if n.call.op == "aten.dropout")
+    assert drop.call["p"] == 0.5 and drop.tags == ("random",)
+    mul = next(n for n in graph.nodes if n.call.op == "aten.mul")
+    assert drop.call.refs() == (mul.outputs[0].name,)
+
+
 def test_constants_and_buffers() -> None:
     graph = check(attribute)
     assert sorted(graph.constants.values()) == [(0.0, 1.0, 2.0, 3.0), (2.0,)]

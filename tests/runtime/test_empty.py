@@ -24,6 +24,8 @@ def zeros(*shape: int) -> torch.Tensor:
         ("aten.conv2d.default", [(2, 3, 8, 8), (0, 3, 3, 3)], (), (2, 0, 6, 6), False),
         ("aten.view.default", [(0, 4)], ([0, -1],), (0, 4), False),
         ("aten.view.default", [(0, 4)], ([0, 2, 2],), (0, 2, 2), True),
+        ("aten.scaled_dot_product_attention.default", [(2, 0, 5, 4)] * 3, (), (2, 0, 5, 4), True),
+        ("aten.scaled_dot_product_attention.default", [(2, 0, 5, 4)] * 3 + [(1, 0, 5, 5)], (), (2, 0, 5, 4), False),
         ("aten.max_pool2d.default", [(2, 0, 8, 8)], ([2, 2],), (2, 0, 4, 4), False),
     ],
 )  # fmt: skip

@@ -36,7 +36,6 @@ class Output:
     loss: Tensor
     hidden: tuple[Any, ...] = ()
     cache: Cache | None = None
-    name: str = "none"
     nothing: Tensor | None = None
 
 
@@ -56,8 +55,8 @@ class Talkative(MLP):
     def forward(self, x: Tensor, targets: Tensor) -> Output:
         logits = self.features(x) * self.scale
         loss = (logits * self.scale - targets).square().mean()
-        hidden = (x, Cache(x), {"mean": logits.mean(), "twice": [logits, 3]})
-        return Output(logits, loss, hidden, Cache(logits), "talkative")
+        hidden = (x, Cache(x), {"mean": logits.mean(), "twice": [logits, None]})
+        return Output(logits, loss, hidden, Cache(logits))
 
 
 def example(step: int = 0) -> tuple[Tensor, ...]:
@@ -69,9 +68,9 @@ def test_the_container_is_part_of_the_graph() -> None:
     assert [(o.role, o.target) for o in graph.outputs] == [
         ("loss", None), ("result", "logits"), ("result", "hidden.0"), ("result", "hidden.2.mean"), ("result", "hidden.2.twice.0"),
     ]  # fmt: skip
-    twice = Container("list", (("0", Ref("hidden.2.twice.0")), ("1", 3)))
+    twice = Container("list", (("0", Ref("hidden.2.twice.0")), ("1", None)))
     hidden = Container("tuple", (("0", Ref("hidden.0")), ("1", None), ("2", Container("dict", (("mean", Ref("hidden.2.mean")), ("twice", twice))))))
-    items = (("logits", Ref("logits")), ("loss", Ref("")), ("hidden", hidden), ("name", "talkative"), ("nothing", None))
+    items = (("logits", Ref("logits")), ("loss", Ref("")), ("hidden", hidden), ("nothing", None))
     assert graph.returns == Container(f"{Output.__module__}:Output", items)
     assert capture(MLP(WIDTHS), example()).returns is None
 
@@ -132,7 +131,7 @@ def test_results_are_those_of_one_device(strategy: str, gather: bool, local: boo
         pairs = [(output.logits, expected.logits[own]), (x, example()[0]), (more["twice"][0], expected.logits[own])]
         for found, wanted in [*pairs, (more["mean"], expected.logits.mean())]:
             assert torch.allclose(found, wanted.detach(), rtol=1e-12, atol=1e-14)
-        assert (nothing, more["twice"][1], output.name, output.cache, output.nothing) == (None, 3, "talkative", None, None)
+        assert (nothing, more["twice"][1], output.cache, output.nothing) == (None, None, None, None)
         assert set(gradients) == {n for n, p in reference.named_parameters() if p.grad is not None}
         for name, gradient in gradients.items():
             assert torch.allclose(gradient, reference.get_parameter(name).grad, rtol=1e-10, atol=1e-14), name

@@ -44,6 +44,8 @@ def attention() -> Iterator[Sample]:
     yield call()
     yield call(t(5, 6, grad=False))
     yield call(booleans(2, 1, 5, 6))
+    yield call(t(1, 4, 5, 6))
+    yield call(booleans(2, 1, 5, 6), kv=2, enable_gqa=True)
     yield call(kv=2, enable_gqa=True)
     yield call(dropout_p=0.4)
     yield call(dropout_p=0.4, is_causal=True)
