@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
@@ -32,7 +33,18 @@ PLAN_FILE = typer.Argument(metavar="PLAN", help="A file that `hapx plan --out` w
 
 
 def main() -> None:
-    """Entry point of the command. Exit status 2 for a user's mistake."""
+    """Entry point of the command. Exit status 2 for a user's mistake; a warning of hapx is one line."""
+    usual = warnings.showwarning
+
+    def show_one_line(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+    ) -> None:
+        if category.__module__.startswith("hapx."):
+            typer.echo(f"hapx: {' '.join(str(message).split())}", err=True)
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show_one_line
     app()
 
 

@@ -205,3 +205,15 @@ def test_the_light_commands_do_not_load_torch() -> None:
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert "V100-SXM2-16GB" in result.stdout
+
+
+def test_a_custom_operator_is_told_of_in_one_line_and_planned() -> None:
+    target = f"{ROOT / 'tests' / 'support' / 'custom_model.py'}:build"
+    command = [sys.executable, "-m", "hapx", "plan", target, "--cluster", str(SPECS / "rtx4090_rtx3060.yaml")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(
+        "hapx: hapx_tests.swish.default has no entry; by execution it has the rules S0 -> S0; S1 -> S1 (in model (custom_model.py:"
+    )
+    assert "predicted iteration" in result.stdout

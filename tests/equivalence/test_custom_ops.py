@@ -20,11 +20,12 @@ from hapx.plan import Plan
 from hapx.planner import plan_graphs
 from hapx.restriction import Restriction
 from hapx.states import Partial, Sharded
-from hapx.theory.derive import derive
+from hapx.theory.derive import ReplicatedOperatorWarning, derive
 from hapx.theory.discover import ProbedOperatorWarning, discover
+from hapx.theory.registry import REGISTRY
 from hapx.verify import verify
 from support import custom_ops as ops
-from support.cases import MESHES
+from support.cases import CASES, MESHES, assert_case
 from support.clusters import FOUR
 from support.equivalence import assert_equivalent
 from support.models import _initialise
@@ -77,3 +78,20 @@ def test_planned_with_uneven_shares(ratios: tuple[float, ...]) -> None:
     verify(plan)
     uses = assert_equivalent(Net, inputs, plan)
     assert uses.unequal
+
+
+@pytest.mark.parametrize("case, mesh, seed", [("gpt", "3", 0), ("gpt", "2x2", 1), ("cross entropy", "2", 2)])
+def test_a_table_that_lacks_operators(case: str, mesh: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above with operators of torch: the table without a third of what the model uses."""
+    known = CASES[case].graph
+    targets = sorted({n.call.target for n in known.nodes if not n.tags})[::3]
+    for name in {*targets, *(t.rsplit(".", 1)[0] for t in targets)} & set(REGISTRY):
+        monkeypatch.delitem(REGISTRY, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ProbedOperatorWarning)
+        warnings.simplefilter("ignore", ReplicatedOperatorWarning)
+        found = discover(known)
+        plan = random_plan(derive(found, MESHES[mesh]), Random(seed))
+    assert len(targets) >= 2 and {p.target for p in found.probed} == set(targets) and any(p.rules for p in found.probed)
+    verify(plan)
+    assert_case(CASES[case], plan)
