@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from hapx.errors import CaptureError
 from hapx.graph.capture_inputs import Inputs, bind_inputs, device_of, unique_name
 from hapx.graph.capture_refusals import check_modules
-from hapx.graph.capture_trace import LITERAL, MARK, Trace, trace
+from hapx.graph.capture_trace import MARK, Trace, trace
 from hapx.graph.normalize import Emitter, live_nodes, tensor_ref
 from hapx.graph.normalize_flatten import Flattener, Slot
 from hapx.graph.regions import Mark, find_regions
@@ -146,7 +146,7 @@ class _Assembler:
                 # mse_loss on meta leaves a mark on the fake target: what the user passed counts
                 ref = replace(ref, requires_grad=given.requires_grad and ref.dtype in FLOATING)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
-                ref = self._constant(str(spec.target), node, used)
+                ref = self._constant(str(spec.target), used)
             else:
                 raise CaptureError(
                     f"forward uses an object that is no tensor ({spec.kind.name.lower()})", where=_first_use(node) or str(spec.target),
@@ -156,12 +156,9 @@ class _Assembler:
             self.emitter.root(slot, ref, fake.detach().requires_grad_(ref.requires_grad))
         return roots
 
-    def _constant(self, target: str, node: fx.Node, used: set[str]) -> TensorRef:
+    def _constant(self, target: str, used: set[str]) -> TensorRef:
         """A tensor that is neither parameter nor buffer nor input: its values become part of the graph."""
         value = self.traced.program.constants[target]
-        literal = next((n for user in node.users if (n := (user.meta.get("custom") or {}).get(LITERAL)) is not None), None)
-        if value.is_meta and literal is not None:
-            value = self.traced.literals[literal]
         where = target.removeprefix(self.traced.prefix)
         if value.requires_grad:
             raise CaptureError(f"the tensor {where!r} requires a gradient but is no parameter", hint="make it an nn.Parameter")

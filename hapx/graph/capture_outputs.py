@@ -20,7 +20,7 @@ from hapx.ir import Container, Ref, Value
 def split_output(output: Any, maker: str = "forward") -> tuple[Tensor, dict[str, Tensor]]:
     """The scalar loss and the other tensors, by their place in `output`. Raises CaptureError if there is no loss."""
     places: dict[str, Tensor] = {}
-    _collect(output, "", places)
+    _collect(output, "", places, maker)
     loss = places.pop(_loss_place(output), None)
     if loss is None or loss.dim() != 0 or not loss.is_floating_point():
         hint = "loss_fn must return the mean loss" if maker == "loss_fn" else "return the loss, or pass loss_fn=lambda output, targets: ..."
@@ -79,11 +79,16 @@ def _entries(output: Any) -> dict[str, Any]:
     return {}
 
 
-def _collect(value: Any, path: str, places: dict[str, Tensor]) -> None:
+def _collect(value: Any, path: str, places: dict[str, Tensor], maker: str) -> None:
     if isinstance(value, Tensor):
         places[path] = value
+    elif path and isinstance(value, bool | int | float | complex | str | bytes):
+        raise CaptureError(
+            f"{maker} returns {value!r} as {path!r}, which is no tensor", allowed="tensors, and containers of them",
+            hint="return torch.tensor(...), or compute it outside of the model",
+        )  # fmt: skip
     for key, item in _entries(value).items():
-        _collect(item, f"{path}.{key}" if path else key, places)
+        _collect(item, f"{path}.{key}" if path else key, places, maker)
 
 
 def _describe(output: Any) -> str:

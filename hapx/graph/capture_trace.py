@@ -12,7 +12,6 @@ them is cut wrongly where checkpoints nest, and its stack traces leave out helpe
 
 from __future__ import annotations
 
-import copy
 import io
 import linecache
 import logging
@@ -43,9 +42,6 @@ from hapx.graph.regions import Mark
 from hapx.ir import Container
 
 MARK = "hapx"  # key of the mark among a node's annotations
-LITERAL = "hapx_literal"  # key of the number of a literal: what torch.tensor made a tensor of
-
-_LITERALS = frozenset({torch.tensor, torch.as_tensor})
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -56,24 +52,22 @@ _FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 @dataclass
 class Trace:
     """`prefix`: what the names of parameters and modules begin with. `results`: where in the module's output each tensor after the loss was;
-    `container`: what it is; `literals`: what the tensors made of literals hold, by number (on meta only)."""
+    `container`: what it is."""
 
     program: ExportedProgram
     prefix: str
     results: tuple[str, ...]
     container: Container | None
-    literals: tuple[Tensor, ...]
     device: torch.device
 
 
 class _Seen:
-    """What a run of forward showed: where in the output the tensors after the loss were, in what container, what it changed, and the
-    literals of which it made tensors on meta, as arguments of torch.tensor. (The exporter copies lists, so it is an object.)"""
+    """What a run of forward showed: where in the output the tensors after the loss were, in what container, what it changed.
+    (The exporter copies lists, so it is an object.)"""
 
     def __init__(self) -> None:
         self.places: tuple[str, ...] = ()
         self.container: Container | None = None
-        self.literals: list[tuple[Any, ...]] = []
         self.changes = Changes()
 
 
@@ -91,7 +85,7 @@ class _Traced(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         changes = self.seen.changes = Changes()
         world = World(user_functions(self.module, self._loss_fn[0]), type(self.module).__name__)
-        with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device, self.seen.literals):
+        with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device):
             outputs = self._call(tensors)
             write_assigned_buffers(self.module, changes)
         world.check()
@@ -113,10 +107,10 @@ class _Traced(nn.Module):
 class _Recorder(TorchFunctionMode):
     """Gives every operator call its mark. `root`: the code where the user's frames begin."""
 
-    def __init__(self, root: CodeType, device: torch.device, literals: list[tuple[Any, ...]]):
+    def __init__(self, root: CodeType, device: torch.device):
         super().__init__()
-        self._root, self._literals = root, literals if device.type == "meta" else None
-        self._devices = (device.type,) if device.type != "meta" else ("cuda", "cpu")
+        self._root = root
+        self._devices = (device.type,)
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}  # frames are kept: a freed one's id could come again
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,12 +124,7 @@ class _Recorder(TorchFunctionMode):
                 where=mark.where,
                 hint="give the recurrent module the padded batch, and mask what is behind the end of each sequence",
             )
-        marks: dict[str, Any] = {MARK: mark}
-        if func in _LITERALS and self._literals is not None and not isinstance(args[0], Tensor):
-            # on meta a tensor has no values: they are noted here
-            self._literals.append((copy.deepcopy(args[0]), (kwargs or {}).get("dtype")))
-            marks[LITERAL] = len(self._literals) - 1
-        with annotate(marks):
+        with annotate({MARK: mark}):
             return func(*args, **(kwargs or {}))
 
     def _mark(self, frame: FrameType | None) -> Mark:
@@ -212,8 +201,7 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
                     where=type(module).__name__,
                     hint="keep such state in a registered buffer, or outside forward",
                 )
-    literals = tuple(torch.tensor(data, dtype=dtype, device="cpu") for data, dtype in seen.literals)
-    return Trace(program, "module.", seen.places, seen.container, literals, device)
+    return Trace(program, "module.", seen.places, seen.container, device)
 
 
 def _export(
