@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -18,20 +19,22 @@ from hypothesis import HealthCheck, Phase, currently_in_test_context, example, g
 from hypothesis import strategies as st
 
 from hapx.graph.capture import capture
+from hapx.layout import divide
 from hapx.theory.derive import ReplicatedOperatorWarning, derive
 from hapx.theory.discover import ProbedOperatorWarning, discover
+from hapx.theory.registry import REGISTRY, signature_rules
 from hapx.verify import verify
 from support.cases import MESHES
 from support.equivalence import assert_equivalent
 from support.random_models import MAKERS, Recipe
-from support.random_programs import random_plan
+from support.random_programs import Deal, Taste, random_lengths, random_plan
 
 TAPES, SHORT = (st.lists(st.integers(0, 255), min_size=12, max_size=n).map(tuple) for n in (70, 32))
 # examples are the same in every run; one that fails is printed with its tape
 SETTINGS = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False)
 
 
-def check(tape: tuple[int, ...], mesh: str, seed: int) -> None:
+def check(tape: tuple[int, ...], mesh: str, seed: int, taste: Taste | None = None, deal: Deal = random_lengths) -> None:
     recipe = Recipe(tape)
     if currently_in_test_context():
         note(str(recipe))
@@ -40,7 +43,7 @@ def check(tape: tuple[int, ...], mesh: str, seed: int) -> None:
         warnings.simplefilter("ignore", ProbedOperatorWarning)
         warnings.simplefilter("ignore", ReplicatedOperatorWarning)
         graph = discover(capture(recipe.model(), recipe.inputs(0)))
-        plan = random_plan(derive(graph, MESHES[mesh]), Random(seed))
+        plan = random_plan(derive(graph, MESHES[mesh]), Random(seed), taste, deal)
     verify(plan)
     assert_equivalent(recipe.model, recipe.inputs, plan, steps=2)
 
@@ -76,3 +79,14 @@ def test_every_operator_is_chosen() -> None:
         recipe = Recipe(tuple(rng.randrange(256) for _ in range(60)))
         counted.update({s.name for s in recipe.model().steps})
     assert len(counted) >= len(MAKERS) and min(counted.values()) >= 5, counted
+
+
+def test_a_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: softmax and its logarithm as if they were elementwise."""
+    wrong = replace(REGISTRY["aten.linear"], targets=(), rules=signature_rules("self: * -> *"), body=None)
+    for name in [n for n in REGISTRY if n.split(".")[1] in ("softmax", "log_softmax", "_softmax", "_log_softmax")]:
+        monkeypatch.setitem(REGISTRY, name, wrong)
+    tape = (2, 3, [m.__name__ for m in MAKERS].index("along"), 0, 1, 0)  # the softmax of the embedding over its dim 1
+    taste = Taste(wanted=lambda t: "softmax" in t.body.target and "S1" in str(t.pre[0]))  # type: ignore[union-attr]
+    with pytest.raises(AssertionError, match=r"instead of|is off by"):
+        check(tape, "3", 0, taste, lambda cut, size, rng: divide(cut.units, size))
