@@ -39,8 +39,8 @@ class Domain(Protocol[N]):
 
     def start(self) -> N | None: ...
 
-    def successors(self, node: N, limit: float) -> Iterable[N]:
-        """The next partial solutions whose estimate is below `limit`."""
+    def successors(self, node: N, limit: float, most: int | None = None) -> Iterable[N]:
+        """The next partial solutions whose estimate is below `limit`; `most`: only those of the so many best decisions."""
 
     def dominates(self, a: N, b: N) -> bool:
         """Whether a's cost makes b superfluous, given that a's place includes b's."""
@@ -111,7 +111,7 @@ def beam(domain: Domain[N], width: int, statistics: Statistics, incumbent: N | N
         for node in nodes:
             statistics.expansions += 1
             repeated = domain.again(node, limit)
-            for successor in domain.successors(node, limit) if repeated is None else repeated:
+            for successor in domain.successors(node, limit, 2 * width + 8) if repeated is None else repeated:
                 statistics.generated += 1
                 statistics.dominated += not front.admit(successor)
         nodes = heapq.nsmallest(width, front.nodes(), key=lambda n: n.estimate)
@@ -123,7 +123,7 @@ def search(
 ) -> N | None:
     """A solution that is optimal within `tolerance` (relative), or `incumbent` where nothing is better; None if there is no solution at all.
 
-    budget: nodes to generate at most (four times as many while there is no solution); when it is spent, the best solution so far is returned
+    budget: nodes to keep at most (four times as many while there is no solution); when it is spent, the best solution so far is returned
     and `statistics.unproven` says so, `statistics.gap` how far from the best it may be."""
     best = incumbent
     limit = best.estimate * (1 - tolerance) if best is not None else float("inf")
@@ -144,7 +144,7 @@ def search(
         if node.level == domain.depth:
             best = node
             break
-        if budget is not None and generated > (budget if best is not None else 4 * budget):
+        if budget is not None and count > (budget if best is not None else 4 * budget):
             statistics.unproven += 1
             least = estimate
             break

@@ -33,8 +33,9 @@ class Bound:
         self._parts: dict[tuple[int, int, int, int], Vector] = {}
         self._at: list[dict[int, Vector]] = [{} for _ in range(len(problem.steps) + 1)]
         self._bounds: dict[tuple[int, int], list[int]] = {}
-        self._choices: dict[tuple[int, int], tuple[Weighted, Array]] = {}
+        self._known: dict[tuple[int, int], tuple[Weighted, Array]] = {}
         self._several: dict[tuple[int, str, int, int], list[Array]] = {}
+        self._steps: dict[tuple[int, int, int], Array] = {}
         self._lives()
 
     def _lives(self) -> None:
@@ -66,11 +67,36 @@ class Bound:
             best = max(best, sum(pending) / self.kinds + rest[-1])
         return cost + best
 
+    def choices(self, level: int, place: int, cost: float, forward: Vector, backward: Vector) -> Array:
+        """Per choice of a step, a lower bound of the cost of a program that has `cost` and these pending vectors before it."""
+        pending = self.relaxation.weights @ np.array(tuple(map(add, forward, backward)))
+        total: Array = (self._choice(level, place) + pending).max(axis=1)
+        return cost + total
+
+    def _choice(self, level: int, place: int) -> Array:
+        """(choice, weights) -> the least cost of the step and of what follows: the recursion of the relaxation from the placements that there are."""
+        step = self.problem.steps[level]
+        context = self._context(level, place)
+        key = level, place & step.reads, id(context)
+        if key not in self._steps:
+            weighted, then = self._weighted(context, level)
+            total = weighted.base + then
+            if level + 1 < context.bottom:
+                total = total + context.more
+            for slot, shift, needs in zip(step.kind.slots, step.slot_shifts, weighted.needs, strict=True):
+                if slot.fixed is None and not slot.table.stored:
+                    available = list(bits(place >> shift & slot.table.full))
+                    total = total + self.relaxation.conversions(slot.table)[available].min(axis=0)[needs]
+            self._steps[key] = total
+        return self._steps[key]
+
+    def _context(self, level: int, place: int) -> Context:
+        return self.relaxation.context(tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self._live[level][0]]))
+
     def _rest(self, level: int, place: int) -> Vector:
         if level == len(self.problem.steps):
             return self.none
-        stored, others = self._live[level]
-        context = self.relaxation.context(tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in stored]))
+        context, others = self._context(level, place), self._live[level][1]
         found = [self._part(level, context, -1, 0)]
         for i, (shift, full) in enumerate(others):
             found.append(self._part(level, context, i, place >> shift & full))
@@ -131,9 +157,9 @@ class Bound:
 
     def _weighted(self, context: Context, level: int) -> tuple[Weighted, Array]:
         key = id(context), level
-        if key not in self._choices:
-            self._choices[key] = self.relaxation.choices(context, level)
-        return self._choices[key]
+        if key not in self._known:
+            self._known[key] = self.relaxation.choices(context, level)
+        return self._known[key]
 
     def _bounding(self, table: TensorTable, mask: int) -> list[int]:
         """Placements from which all of `mask` is free (any of them bounds it), and "anywhere"."""

@@ -9,8 +9,10 @@ Memory may have *prices* instead (seconds per byte and kind, see `hapx.synth.lim
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import add, le, mul, sub
+
+import numpy as np
 
 from hapx.cost.terms import Shares
 from hapx.synth.bound import Bound
@@ -18,6 +20,7 @@ from hapx.synth.effect import Vector, plus
 from hapx.synth.moves import Move, Moves
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
+from hapx.synth.seeds import Mask
 
 
 class State:
@@ -48,8 +51,9 @@ class Synthesis:
             kept = next(k for k in problem.tables[name].stored if problem.tables[name].placements[k.placement] == placement)
             self.fixed_memory = plus(self.fixed_memory, self.moves.values[kept.step.memory])
         self.repetition: Repetition = self.bound.relaxation.repetition
+        self.only: Mapping[int, Mask] | None = None  # by id of a step class, the choices that are looked at
         self._alike: dict[int, list[tuple[int, int, int]] | None] = {}
-        self._expanded: list[dict[int, list[tuple[Move, int]]]] = [{} for _ in problem.steps]
+        self._expanded: list[dict[tuple[int, int], list[tuple[Move, int]]]] = [{} for _ in problem.steps]
         self._left = self._least_memory() if limits is not None else []
 
     def start(self) -> State | None:
@@ -60,8 +64,16 @@ class Synthesis:
         estimate = self.bound.estimate(fixed + self._priced(self.fixed_memory), self.zero, self.zero, rest)
         return State(0, self.problem.start, fixed, self.zero, self.zero, self.fixed_memory, estimate, None, None)
 
-    def successors(self, state: State, limit: float) -> Iterator[State]:
-        return self._follow(state, self._moves(state.level, state.place & self.problem.steps[state.level].reads), limit)
+    def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
+        """By the choices whose bound is below the limit (the `most` best of them): conversions are priced for no others."""
+        estimates = self.bound.choices(state.level, state.place, state.cost + self._priced(state.memory), state.forward, state.backward)
+        allowed = self.only.get(id(self.problem.steps[state.level].kind)) if self.only is not None else None
+        chosen = np.flatnonzero(estimates < limit if allowed is None else (estimates < limit) & allowed)
+        if most is not None and len(chosen) > most:
+            chosen = chosen[np.argsort(estimates[chosen], kind="stable")[:most]]
+        reads = state.place & self.problem.steps[state.level].reads
+        for choice in chosen.tolist():
+            yield from self._follow(state, self._moves(state.level, reads, choice), limit)
 
     def again(self, state: State, limit: float) -> list[State] | None:
         """One period after a state in which every value was available as its counterpart is here: the move that was made there."""
@@ -76,8 +88,9 @@ class Synthesis:
                 return None
         if any(state.place >> now & full != then.place >> before & full for now, before, full in pairs):
             return None
-        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads)
-        return list(self._follow(state, [m for m in moves if made is not None and m[0] is made.move], limit))
+        assert made is not None and made.move is not None
+        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads, made.move.choice.index)
+        return list(self._follow(state, [m for m in moves if m[0] is made.move], limit))
 
     def _pairs(self, level: int, period: int) -> list[tuple[int, int, int]] | None:
         """Bits of every live value, of its counterpart one period before, and their mask; None if the two places are not alike."""
@@ -129,16 +142,17 @@ class Synthesis:
             return 0.0
         return float(sum(map(mul, self._multipliers, map(sub, memory, self.limits))))
 
-    def _moves(self, level: int, mask: int) -> list[tuple[Move, int]]:
-        """The moves of a step, and the bits of a partial program that they set."""
+    def _moves(self, level: int, mask: int, choice: int) -> list[tuple[Move, int]]:
+        """The moves of a choice, and the bits of a partial program that they set."""
         known = self._expanded[level]
-        if mask not in known:
+        if (mask, choice) not in known:
             step, kind = self.problem.steps[level], self.problem.steps[level].kind
             masks = tuple(s.fixed if s.fixed is not None else mask >> at & s.table.full for s, at in zip(kind.slots, step.slot_shifts, strict=True))
             parts = [(o, s.table.full, at) for s, o, at in zip(kind.slots, kind.slot_offsets, step.slot_shifts, strict=True) if s.live]
             parts += [(o, r.table.full, at) for r, o, at in zip(kind.results, kind.result_offsets, step.result_shifts, strict=True) if r.live]
-            known[mask] = [(m, sum((m.place >> o & full) << at for o, full, at in parts)) for m in self.moves.at(kind, masks)]
-        return known[mask]
+            moves = self.moves.at(kind, masks, choice)
+            known[mask, choice] = [(m, sum((m.place >> o & full) << at for o, full, at in parts)) for m in moves]
+        return known[mask, choice]
 
     def _least_memory(self) -> list[Vector]:
         """Per level, bytes per kind that the steps from there on need at least."""
@@ -149,6 +163,6 @@ class Synthesis:
             for name, slot in zip(step.tensors, step.kind.slots, strict=True):
                 first = bool(slot.table.stored) and name not in new
                 masks.append(slot.fixed if slot.fixed is not None else 0 if first else slot.table.full)
-            needed = [m.effect.memory for m in self.moves.at(step.kind, tuple(masks))]
+            needed = [m.effect.memory for c in range(len(step.kind.choices)) for m in self.moves.at(step.kind, tuple(masks), c)]
             left.append(plus(left[-1], tuple(map(min, zip(*needed, strict=True))) if needed else self.zero))
         return left[::-1]

@@ -6,7 +6,7 @@ when it leaves at least the same placements available and `effect.cheaper(a, b)`
 A use of a tensor takes a placement that is available (or free), or converts once from any such one; what it converts from and to is then
 available too. The first use of a parameter also chooses how it is stored.
 
-Invariant: for every way to do the step there is a move here that can stand for it in every program.
+Invariant: for every way to do the step with a choice there is a move of that choice here that can stand for it in every program.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class Moves:
         self.problem, self.memory, self.capacity, self.prices = problem, memory, capacity, prices
         self.values = Values(problem.terms, shares)
         self.nothing = nothing(problem.terms.kinds)
-        self._moves: dict[tuple[int, tuple[int, ...]], tuple[Move, ...]] = {}
+        self._moves: dict[tuple[int, tuple[int, ...], int], tuple[Move, ...]] = {}
         self._options: dict[tuple[int, int, int, bool], tuple[Option, ...]] = {}
         self._edges: dict[int, Effect] = {}
         self._between: dict[tuple[int, int, int], tuple[tuple[Effect, Conversion], ...]] = {}
         self._effects: dict[int, tuple[Effect, ...]] = {}
 
-    def at(self, kind: StepClass, masks: tuple[int, ...]) -> tuple[Move, ...]:
-        """The moves of a step whose slots have these masks, cheapest first."""
-        key = id(kind), masks
+    def at(self, kind: StepClass, masks: tuple[int, ...], choice: int) -> tuple[Move, ...]:
+        """The moves of one choice of a step whose slots have these masks, cheapest first."""
+        key = id(kind), masks, choice
         if key not in self._moves:
-            self._moves[key] = self._undominated(self._all(kind, masks))
+            self._moves[key] = self._undominated(self._of_choice(kind, masks, kind.choices[choice], self.effects(kind)[choice]))
         return self._moves[key]
 
     def effects(self, kind: StepClass) -> tuple[Effect, ...]:
@@ -83,18 +83,17 @@ class Moves:
             self._effects[id(kind)] = tuple(self._effect(c.step) for c in kind.choices)
         return self._effects[id(kind)]
 
-    def _all(self, kind: StepClass, masks: tuple[int, ...]) -> Iterator[Move]:
-        for choice, last in zip(kind.choices, self.effects(kind), strict=True):
-            made = 0
-            for result, offset, given in zip(kind.results, kind.result_offsets, choice.gives, strict=True):
-                if result.live:
-                    made |= result.table.closure(given) << offset
-            for effect, after, uses in self._operands(kind, choice, masks):
-                place = made
-                for slot, offset, mask in zip(kind.slots, kind.slot_offsets, after, strict=True):
-                    if slot.live:
-                        place |= mask << offset
-                yield Move(compose(effect, last) if effect is not self.nothing else last, place, choice, uses)
+    def _of_choice(self, kind: StepClass, masks: tuple[int, ...], choice: Choice, last: Effect) -> Iterator[Move]:
+        made = 0
+        for result, offset, given in zip(kind.results, kind.result_offsets, choice.gives, strict=True):
+            if result.live:
+                made |= result.table.closure(given) << offset
+        for effect, after, uses in self._operands(kind, choice, masks):
+            place = made
+            for slot, offset, mask in zip(kind.slots, kind.slot_offsets, after, strict=True):
+                if slot.live:
+                    place |= mask << offset
+            yield Move(compose(effect, last) if effect is not self.nothing else last, place, choice, uses)
 
     def _operands(self, kind: StepClass, choice: Choice, masks: tuple[int, ...]) -> list[tuple[Effect, tuple[int, ...], tuple[Use, ...]]]:
         """All ways to have every operand where the choice needs it: (effect, masks afterwards, uses)."""

@@ -111,6 +111,7 @@ class Problem:
     cuts: frozenset[Cut]
     triples: list[list[Triple]]
     classes: list[StepClass] = field(default_factory=list)
+    seeds: list[Mapping[int, Any]] | None = None  # see `hapx.synth.seeds`; made when first searched
 
 
 def build(theory: Theory, costs: CostModel, restriction: Restriction, given: Mapping[str, Placement] | None = None) -> Problem:

@@ -31,12 +31,13 @@ from hapx.synth.domain import State, Synthesis
 from hapx.synth.effect import Vector, compose
 from hapx.synth.limited import fitting
 from hapx.synth.problem import Problem, build
+from hapx.synth.seeds import seeds
 from hapx.synth.tables import Values, numbered
 from hapx.synth.writer import Solution, solution
 from hapx.theory.triple import Theory
 
-BEAMS = (1, 4)
-BUDGET = 12_000  # partial programs that one search generates at most, once it has a program
+BEAMS = (4,)
+BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
 EXACT = 100  # steps up to which a problem on several axes is solved to the end
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
@@ -62,7 +63,7 @@ def _limited(
 
     def priced(at: Vector) -> tuple[State | None, float]:
         own = Statistics()
-        found = _search(Synthesis(problem, shares, None, prices=at), own, WITHIN, BUDGET // 4)
+        found = _search(Synthesis(problem, shares, None, prices=at), own, WITHIN, BUDGET // 6)
         gap, own.gap = own.gap, 0.0
         statistics.add(own)
         return found, gap
@@ -114,8 +115,13 @@ def program_key(theory: Theory) -> ProgramKey:
 
 
 def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET) -> State | None:
-    """First good programs, one after the other, so that most of what the search would generate is above the best of them."""
+    """First good programs, those that people write by hand among them, so that most of what the search would generate is above the best of them."""
     best: State | None = None
+    if domain.problem.seeds is None:
+        domain.problem.seeds = seeds(domain.problem)
+    for seed in [*domain.problem.seeds, None]:
+        domain.only = seed
+        best = beam(domain, 1, statistics, best)
     for width in BEAMS:
         best = beam(domain, width, statistics, best)
     return search(domain, statistics, best, budget, _tolerance(domain.problem) if tolerance is None else tolerance)

@@ -25,7 +25,7 @@ class Unbounded:
     def start(self) -> State:
         return self._start
 
-    def successors(self, state: State, limit: float) -> Iterator[State]:
+    def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
         for s in self.domain.successors(state, float("inf")):
             s.estimate = s.cost if s.level < self.depth else s.estimate
             yield s
