@@ -181,6 +181,8 @@ class _Builder:
         types = self.measured({n: known[n] for n in used}, known)
         raw = self.raw.get("profile")
         profile: dict[str, Any] | None = None if raw is None else plain(raw)
+        if profile and profile.get("devices"):  # measured numbers of types that no machine has say nothing about this cluster
+            profile["devices"] = {n: numbers for n, numbers in profile["devices"].items() if n in used}
         spec = ClusterSpec(self.data.name or name, machines, types, self.inter(machines), self.data.mesh, profile)
         self.check_mesh(spec)
         return spec

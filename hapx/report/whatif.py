@@ -34,6 +34,8 @@ def changed(cluster: ClusterSpec, drop: Sequence[str] = (), add: Sequence[str] =
     used = {t for m in data["machines"] for t in m["devices"]}
     data["device_types"] = {name: t for name, t in data["device_types"].items() if name in used}
     data["mesh"] = "auto"
+    if measured := (data.get("profile") or {}).get("devices"):
+        data["profile"]["devices"] = {name: numbers for name, numbers in measured.items() if name in used}
     if not data["machines"]:
         raise ClusterSpecError("no device is left", where="--drop", hint="drop fewer devices")
     return ClusterSpec.load(data)

@@ -199,6 +199,12 @@ JUNK = st.recursive(
 )
 
 
+def test_measured_numbers_of_types_that_no_machine_has_are_left_out() -> None:
+    spec = ClusterSpec.load(changed(("machines", 1, "devices"), ["T4"]))
+    assert spec.profile is not None and set(spec.profile["devices"]) <= set(spec.device_types)
+    assert ClusterSpec.load(spec.to_dict()) == spec
+
+
 @given(path=st.sampled_from([path for path, _, _ in FAULTS]), value=JUNK)
 def test_anything_loads_or_is_one_error(path: tuple[Any, ...], value: Any) -> None:
     try:
