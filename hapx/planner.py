@@ -35,7 +35,7 @@ from hapx.simulate import simulate_program
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import cheapest, least_memory, solve
+from hapx.synth.search import attempt, too_small
 from hapx.synth.writer import Solution
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
@@ -239,19 +239,16 @@ class _Alternation:
     def _solutions(self, lengths: Lengths, free: bool) -> Iterator[tuple[Solution, bool]]:
         """The best program at these lengths that fits. If none does but ratios may change: the cheapest one (other ratios may make it fit), then the
         one of least memory; then InsufficientMemoryError is raised, naming the device and what it lacks."""
-        shares = self.costs.lengths_to_shares(lengths)
-        try:
-            solution = solve(self.problem, shares, self.limits, self.setting.key, self.prices)
-        except InsufficientMemoryError as error:
-            if not free:
-                raise
-            for solution in (cheapest(self.problem, shares, self.setting.key), least_memory(self.problem, shares, self.limits, self.setting.key)):
-                self.counters.search.add(solution.statistics)
-                yield solution, False
-            raise error
-        self.prices = solution.prices or self.prices
-        self.counters.search.add(solution.statistics)
-        yield solution, True
+        found, nearest = attempt(self.problem, self.costs.lengths_to_shares(lengths), self.limits, self.setting.key, self.prices)
+        for solution in (found,) if found is not None else nearest:
+            self.counters.search.add(solution.statistics)
+        if found is not None:
+            self.prices = found.prices or self.prices
+            yield found, True
+            return
+        if free:
+            yield from ((solution, False) for solution in nearest)
+        raise too_small(self.problem, nearest[-1], self.limits)
 
     def _rounded(self, goal: Objective, lengths: Lengths) -> Lengths:
         """Lengths after rounding, made to fit, then improved where units are few."""

@@ -47,19 +47,39 @@ def solve(problem: Problem, shares: Shares, limits: Vector | None, key: ProgramK
     """The cheapest program at these shares. limits: bytes per kind (None: not limited). prices: of memory, to begin with, where limits bind.
 
     Raises InsufficientMemoryError when no program fits."""
+    found, nearest = attempt(problem, shares, limits, key, prices)
+    if found is None:
+        assert limits is not None
+        raise too_small(problem, nearest[-1], limits)
+    return found
+
+
+def attempt(
+    problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None
+) -> tuple[Solution | None, tuple[Solution, ...]]:
+    """As `solve`; where nothing fits, None and what other ratios may make fit: the cheapest program, then the one of least memory."""
     statistics = Statistics()
     best = _search(Synthesis(problem, shares, None), statistics)
     if best is None:
         raise _stuck(problem)
+    cheapest = solution(problem, best, best.estimate, key, statistics)
     if limits is None or all(map(le, best.memory, limits)):
-        return solution(problem, best, best.estimate, key, statistics)
-    return _limited(problem, shares, limits, key, best, prices, statistics)
+        return cheapest, ()
+    found = _limited(problem, shares, limits, key, best, prices, statistics)
+    if found is not None:
+        return found, ()
+    # whatever fits is slow, if anything does
+    least = least_memory(problem, shares, limits, key)
+    if least.cost > 1:
+        return None, (cheapest, least)
+    statistics.add(least.statistics)
+    return _timed(problem, shares, least, statistics), ()
 
 
 def _limited(
     problem: Problem, shares: Shares, limits: Vector, key: ProgramKey, cheapest: State, prices: Vector | None, statistics: Statistics
-) -> Solution:
-    """The cheapest program that fits; `cheapest` does not."""
+) -> Solution | None:
+    """The cheapest program that fits, None where none was found; `cheapest` does not fit."""
 
     def priced(at: Vector) -> tuple[State | None, float]:
         own = Statistics()
@@ -77,19 +97,7 @@ def _limited(
         cost = best.estimate if best is not None else cost
     elif best is not None:
         statistics.gap = max(statistics.gap, 1 - found.bound / cost)
-    if best is not None:
-        return solution(problem, best, cost, key, statistics, found.prices)
-    # whatever fits is slow, if anything does
-    least = least_memory(problem, shares, limits, key)
-    statistics.add(least.statistics)
-    if least.cost > 1:
-        raise _too_small(problem, least, limits)
-    return _timed(problem, shares, least, statistics)
-
-
-def cheapest(problem: Problem, shares: Shares, key: ProgramKey) -> Solution:
-    """The cheapest program, whatever it needs."""
-    return solve(problem, shares, None, key)
+    return solution(problem, best, cost, key, statistics, found.prices) if best is not None else None
 
 
 def least_memory(problem: Problem, shares: Shares, limits: Vector, key: ProgramKey) -> Solution:
@@ -145,7 +153,8 @@ def _timed(problem: Problem, shares: Shares, least: Solution, statistics: Statis
     return replace(least, cost=seconds, statistics=statistics)
 
 
-def _too_small(problem: Problem, least: Solution, limits: Vector) -> InsufficientMemoryError:
+def too_small(problem: Problem, least: Solution, limits: Vector) -> InsufficientMemoryError:
+    """The error: which devices lack how much, by the program of least memory."""
     kind = max(range(len(limits)), key=lambda j: least.memory[j] / limits[j])
     mesh, axis = problem.theory.mesh, problem.theory.mesh.uneven or 0
     devices = [d for d in mesh.devices if mesh.coordinates(d)[axis] in problem.costs.kinds[kind]]
