@@ -110,7 +110,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, root: CodeType, device: torch.device):
         super().__init__()
         self._root = root
-        self._devices = (device.type,)
+        self._device = device.type
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}  # frames are kept: a freed one's id could come again
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,10 +152,9 @@ class _Recorder(TorchFunctionMode):
         return None if frame is None else self._checkpoints.setdefault(id(frame), (len(self._checkpoints), frame))[0]
 
     def _autocast(self) -> str | None:
-        for device in self._devices:
-            if torch.is_autocast_enabled(device):
-                return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-        return None
+        if not torch.is_autocast_enabled(self._device):
+            return None
+        return str(torch.get_autocast_dtype(self._device)).removeprefix("torch.")
 
     def _refuse(self, function: FrameType, checkpoint: FrameType | None, mark: Mark) -> None:
         """Tracing goes through the forward of an autograd.Function and loses its backward, without a word."""

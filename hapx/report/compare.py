@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from hapx.plan import Plan
 from hapx.report.render import new_table, render
 from hapx.report.split import time_split
-from hapx.report.words import share_text, size_text, time_text
+from hapx.report.words import shares_text, size_text, time_text
 
 
 def compare_table(plans: Mapping[str, Plan]) -> str:
@@ -25,15 +25,10 @@ def compare_table(plans: Mapping[str, Plan]) -> str:
         speedup = f"{slowest / plan.iteration_time:.2f}x" if plan.iteration_time else "-"
         table.add_row(
             name, plan.restriction.name, plan.stages[0].mesh.name, time_text(plan.iteration_time), time_text(split.compute),
-            time_text(split.communication), time_text(split.synchronisation), speedup, size_text(max(plan.memory)), _shares(plan),
+            time_text(split.communication), time_text(split.synchronisation), speedup, size_text(max(plan.memory)), shares_text(plan.shares),
         )  # fmt: skip
     lines = [render(table)]
     clusters = dict.fromkeys(p.cluster.name for p in plans.values())
     if len(clusters) > 1 or len({p.graphs[p.first].hash for p in plans.values()}) > 1:
         lines.append(f"note: these plans are not of one model on one cluster ({', '.join(clusters)})")
     return "\n\n".join(lines)
-
-
-def _shares(plan: Plan) -> str:
-    low, high = min(plan.shares), max(plan.shares)
-    return f"{share_text(low)} each" if high - low < 5e-4 else f"{share_text(low)} to {share_text(high)}"

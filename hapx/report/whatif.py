@@ -11,11 +11,12 @@ from typing import Any
 
 from hapx.cluster.catalogue import CATALOGUE, suggest
 from hapx.cluster.spec import ClusterSpec
+from hapx.cost.remat import without_blocks
 from hapx.errors import ClusterSpecError, InsufficientMemoryError, PlanError
 from hapx.plan import Plan
 from hapx.planner import plan_graphs
 from hapx.report.render import new_table, render
-from hapx.report.words import share_text, size_text, time_text
+from hapx.report.words import shares_text, size_text, time_text
 
 
 def changed(cluster: ClusterSpec, drop: Sequence[str] = (), add: Sequence[str] = (), bandwidth: str | None = None) -> ClusterSpec:
@@ -31,11 +32,7 @@ def changed(cluster: ClusterSpec, drop: Sequence[str] = (), add: Sequence[str] =
         data["machines"].append(_machine(cluster, data, text))
     if bandwidth is not None:
         data["network"]["inter"]["bandwidth"] = bandwidth
-    used = {t for m in data["machines"] for t in m["devices"]}
-    data["device_types"] = {name: t for name, t in data["device_types"].items() if name in used}
     data["mesh"] = "auto"
-    if measured := (data.get("profile") or {}).get("devices"):
-        data["profile"]["devices"] = {name: numbers for name, numbers in measured.items() if name in used}
     if not data["machines"]:
         raise ClusterSpecError("no device is left", where="--drop", hint="drop fewer devices")
     return ClusterSpec.load(data)
@@ -52,10 +49,10 @@ def whatif_table(plan: Plan, clusters: Mapping[str, ClusterSpec]) -> str:
     """The plan, and one row per cluster, planned anew with the same restriction; then what is faster. `clusters`: by what the table calls them."""
     table = new_table("cluster", "devices", "mesh", "iteration", "speed", "memory", "shares", right=("devices", "iteration", "speed", "memory"))
     _row(table, "as it is", plan, plan)
-    said = []
+    said, graph = [], without_blocks(plan.graphs[plan.first])  # what is computed again is chosen anew
     for name, cluster in clusters.items():
         try:
-            again = plan_graphs([plan.graphs[plan.first]], cluster, strategy=plan.restriction, optimizer=plan.optimizer, precision=plan.precision)
+            again = plan_graphs([graph], cluster, strategy=plan.restriction, optimizer=plan.optimizer, precision=plan.precision)
         except (InsufficientMemoryError, PlanError) as error:
             table.add_row(name, str(cluster.num_devices), "-", "-", "-", "-", "-")
             said.append(f"{name}: {error}")
@@ -67,11 +64,9 @@ def whatif_table(plan: Plan, clusters: Mapping[str, ClusterSpec]) -> str:
 
 
 def _row(table: Any, name: str, plan: Plan, now: Plan) -> None:
-    low, high = min(plan.shares), max(plan.shares)
-    shares = f"{share_text(low)} each" if high - low < 5e-4 else f"{share_text(low)} to {share_text(high)}"
     speed = f"{now.iteration_time / plan.iteration_time:.2f}x" if plan.iteration_time else "-"
     devices, mesh = str(plan.cluster.num_devices), plan.stages[0].mesh.name
-    table.add_row(name, devices, mesh, time_text(plan.iteration_time), speed, size_text(max(plan.memory)), shares)
+    table.add_row(name, devices, mesh, time_text(plan.iteration_time), speed, size_text(max(plan.memory)), shares_text(plan.shares))
 
 
 def _without(machines: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -48,6 +48,12 @@ def share_text(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
+def shares_text(shares: Sequence[float]) -> str:
+    """Shares of all devices: one where they are equal, else from the smallest to the largest."""
+    low, high = min(shares), max(shares)
+    return f"{share_text(low)} each" if high - low < 5e-4 else f"{share_text(low)} to {share_text(high)}"
+
+
 def lengths_text(lengths: Sequence[int]) -> str:
     """Unequal lengths: "5:5:1:1"; long rows by runs, "21 x16 : 14 x48"."""
     if len(lengths) <= 8:

@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 import hapx.theory.ops  # noqa: F401  (fills the registry)
 from hapx.cost.compute import hidden, is_view
 from hapx.cost.memory import saved
-from hapx.plan import Axis, Mesh
-from hapx.theory.probe import _call, truth
-from hapx.theory.samples import Sample
+from hapx.theory.probe import truth
 from hapx.theory.samples.convolution import convolutions, grouped, transposed
 from hapx.theory.samples.normalization import groups
 from hapx.theory.samples.pooling import pools, unpools
 from hapx.theory.samples.resampling import columns, interpolations, paddings, points, shuffles
-from hapx.theory.settings import Dealt, Setting
+from support.saved import kept_by_autograd
 
-ALONE = Setting(Mesh("alone", (Axis("d", 1, "devices"),), (0,), 0), Dealt(1, None, 1))
 FAMILIES = (convolutions, grouped, transposed, pools, unpools, columns, interpolations, paddings, points, shuffles)
-
-
-def kept_by_autograd(sample: Sample) -> tuple[set[str], int]:
-    """(operands and outputs that are kept, bytes of other storages that are)."""
-    case = truth(sample)
-    kept: list[Tensor] = []
-
-    def note(t: Tensor) -> Tensor:
-        kept.append(t)
-        return t
-
-    leaves = [x.clone().requires_grad_(r.requires_grad) for x, r in zip(case.operands, case.refs, strict=True)]
-    with saved_tensors_hooks(note, lambda t: t), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        outputs = _call(case.node.call, leaves, ALONE, (0,), {})
-    names = {_storage(x): r.name for x, r in zip(leaves, case.refs, strict=True)}
-    for x, r in zip(outputs, case.node.outputs, strict=True):
-        names.setdefault(_storage(x), r.name)
-    others = {_storage(t): t.untyped_storage().nbytes() for t in kept if _storage(t) not in names}
-    return {names[_storage(t)] for t in kept if _storage(t) in names}, sum(others.values())
-
-
-def _storage(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)

@@ -1,0 +1,39 @@
+"""What autograd keeps for backward of a sample call, seen by its saved-tensor hooks."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hapx.plan import Axis, Mesh
+from hapx.theory.probe import _call, truth
+from hapx.theory.samples import Sample
+from hapx.theory.settings import Dealt, Setting
+
+ALONE = Setting(Mesh("alone", (Axis("d", 1, "devices"),), (0,), 0), Dealt(1, None, 1))
+
+
+def kept_by_autograd(sample: Sample) -> tuple[set[str], int]:
+    """(operands and outputs that are kept, bytes of other storages that are)."""
+    case = truth(sample)
+    kept: list[Tensor] = []
+
+    def note(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    leaves = [x.clone().requires_grad_(r.requires_grad) for x, r in zip(case.operands, case.refs, strict=True)]
+    with saved_tensors_hooks(note, lambda t: t), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outputs = _call(case.node.call, leaves, ALONE, (0,), {})
+    names = {_storage(x): r.name for x, r in zip(leaves, case.refs, strict=True)}
+    for x, r in zip(outputs, case.node.outputs, strict=True):
+        names.setdefault(_storage(x), r.name)
+    others = {_storage(t): t.untyped_storage().nbytes() for t in kept if _storage(t) not in names}
+    return {names[_storage(t)] for t in kept if _storage(t) in names}, sum(others.values())
+
+
+def _storage(t: Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
