@@ -12,8 +12,10 @@ Invariant: a candidate's time, memory and program are those of its integer lengt
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -125,6 +127,23 @@ def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | Non
     """Candidates for one graph on all devices, best first, on every allowed view.
 
     Raises InsufficientMemoryError or PlanError where no view has a program."""
+    with _without_collections():
+        return _plan_spmd(setting, counters, meshes)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Planning makes no cycles but many objects: the collector would look at all of them again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None) -> list[Candidate]:
     found: list[Candidate] = []
     failures: list[HapError] = []
     for mesh in views(setting.cluster, setting.rule) if meshes is None else meshes:
