@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hapx.synth.grid import Grid, Prices
+from hapx.synth.grid import Grid, Prices, Weights
 from hapx.synth.moves import Moves
 from hapx.synth.periods import Names, Repetition
 from hapx.synth.problem import Problem, Step, StepClass
@@ -78,13 +78,12 @@ class Relaxation:
 
     def __init__(self, problem: Problem, moves: Moves):
         self.problem, self.moves = problem, moves
-        n = problem.terms.kinds
-        self.weights = np.vstack([np.eye(n), np.full((1, n), 1.0 / n)]) if n > 1 else np.ones((1, 1))
+        self.weights = Weights(problem.terms.kinds)
         if problem.grid is None:
             problem.grid = Grid(problem)
         self.grid: Grid = problem.grid
         self.prices = Prices(moves.values, self.weights, moves.capacity, moves.prices)
-        edges = self.grid.edges.at(moves.values.shares, self.weights)
+        edges = self.grid.edges.at(moves.values.shares, self.weights.forward, self.weights.backward)
         self.edges = edges if moves.capacity is None else np.zeros_like(edges)
         self._firsts: dict[tuple[int, bool], Array] = {}
         self._directs: dict[int, Array] = {}
