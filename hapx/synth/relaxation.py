@@ -39,7 +39,7 @@ from hapx.synth.tables import TensorTable, bits
 from hapx.transposes import forward_collective
 
 LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
-DEEPEST = 32  # levels that a context is followed back at most
+DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
 PAIRS = 100  # sets of two placements that the tables have rows for, if there are not more of them
 Array = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -78,6 +78,7 @@ class Relaxation:
 
     def __init__(self, problem: Problem, moves: Moves):
         self.problem, self.moves = problem, moves
+        self.deepest = DEEPEST[len(problem.theory.mesh.axes) > 1]
         self.weights = Weights(problem.terms.kinds)
         if problem.grid is None:
             problem.grid = Grid(problem)
@@ -131,7 +132,7 @@ class Relaxation:
             more = np.where(np.isfinite(more), more, 0.0)
             finite = np.where(np.isfinite(added), added, more)
             even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + self._base[level][""].max())).all())
-            if level == 0 or (level <= bottom and even) or top - level >= DEEPEST:
+            if level == 0 or (level <= bottom and even) or top - level >= self.deepest:
                 return Context(level, rows[::-1], self._offsets[top + 1], more if level <= bottom else np.zeros(len(self.weights)), uses)
             level -= 1
 
