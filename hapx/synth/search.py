@@ -93,7 +93,8 @@ def _limited(
     if len(problem.steps) <= EXACT:
         if best is not None:  # as an incumbent: with its seconds alone
             best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, best.parent, best.move)
-        best = search(Synthesis(problem, shares, limits, prices=found.prices), statistics, best, BUDGET)
+        domain = Synthesis(problem, shares, limits, prices=found.prices)
+        best = _counted(domain, statistics, search(domain, statistics, best, BUDGET, watch=problem.watch))
         cost = best.estimate if best is not None else cost
     elif best is not None:
         statistics.gap = max(statistics.gap, 1 - found.bound / cost)
@@ -132,7 +133,15 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
         best = beam(domain, 1, statistics, best)
     for width in BEAMS:
         best = beam(domain, width, statistics, best)
-    return search(domain, statistics, best, budget, _tolerance(domain.problem) if tolerance is None else tolerance)
+    within = _tolerance(domain.problem) if tolerance is None else tolerance
+    return _counted(domain, statistics, search(domain, statistics, best, budget, within, domain.problem.watch))
+
+
+def _counted(domain: Synthesis, statistics: Statistics, best: State | None) -> State | None:
+    """`best`, once what the domain did not follow is counted."""
+    statistics.bounded += domain.bounded
+    statistics.unfit += domain.unfit
+    return best
 
 
 def _tolerance(problem: Problem) -> float:

@@ -96,9 +96,9 @@ class TensorTable:
     """Placements and conversions of all tensors like `ref`."""
 
     def __init__(self, ref: TensorRef, placements: Sequence[Placement], stored: Iterable[Placement], cost: CostModel, terms: TermTable, mesh: Mesh,
-                 rule: Restriction, training: bool):  # fmt: skip
+                 rule: Restriction, training: bool, forbidden: frozenset[tuple[int, type[State], type[State]]] = frozenset()):  # fmt: skip
         self.ref, self.placements, self.cost, self.terms, self.mesh = ref, tuple(placements), cost, terms, mesh
-        self.rule, self.training = rule, training
+        self.rule, self.training, self.forbidden = rule, training, forbidden
         self.number = {p: i for i, p in enumerate(self.placements)}
         self._code()
         self.full = (1 << len(self.placements)) - 1
@@ -144,7 +144,8 @@ class TensorTable:
         if key not in self._edges:
             after = self.all_placements[target]
             found = [v for path in paths(self.ref, self.mesh, self.all_placements[source], after, self.rule.forms) for v in self._variants(path[0])]
-            self._edges[key] = tuple(Edge(c, gathers, numbered(self.terms, self.cost.conversion(self.ref, (c,), after))) for c, gathers in found)
+            allowed = [(c, gathers) for c, gathers in found if (c.axis, type(c.source), type(c.target)) not in self.forbidden]
+            self._edges[key] = tuple(Edge(c, gathers, numbered(self.terms, self.cost.conversion(self.ref, (c,), after))) for c, gathers in allowed)
         return self._edges[key]
 
     def conversion(self, source: int, target: int, path: tuple[Communication, ...]) -> Conversion:
