@@ -105,15 +105,27 @@ def plan(
 
 @app.command()
 def show(
-    file: Annotated[Path, PLAN_FILE], program: Annotated[bool, typer.Option(help="Print the program too, instruction by instruction.")] = False
+    file: Annotated[Path, PLAN_FILE],
+    communication: Annotated[bool, typer.Option("--communication", help="Every communication: form, bytes, time, what limits it.")] = False,
+    phases: Annotated[bool, typer.Option("--phases", help="What bounds each phase: which devices and why, or a link.")] = False,
+    why: Annotated[bool, typer.Option("--why", help="What the next best alternatives to the most expensive choices would cost.")] = False,
+    statistics: Annotated[bool, typer.Option("--statistics", help="What the search did and proved.")] = False,
+    program: Annotated[bool, typer.Option("--program", help="The program, instruction by instruction.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All of these but the program.")] = False,
 ) -> None:
-    """Prints a plan."""
+    """Explains a plan: layers, where time and memory go, the most expensive communications; by the options more, instead of these."""
     with _one_line():
+        from hapx.report.show import SECTIONS, overview
+
         found = _load(file)
-        typer.echo(str(found))
+        wanted = {"communication": communication, "phases": phases, "why": why, "statistics": statistics}
+        if everything or not any((*wanted.values(), program)):
+            typer.echo(overview(found))
+        for name, section in SECTIONS.items():
+            if wanted[name] or everything:
+                typer.echo(f"\n{section(found)}")
         if program:
-            typer.echo("")
-            typer.echo("\n\n".join(str(p) for stage in found.stages for p in stage.programs.values()))
+            typer.echo("\n" + "\n\n".join(str(p) for stage in found.stages for p in stage.programs.values()))
 
 
 @app.command()
