@@ -35,7 +35,8 @@ from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import simulate_program
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
-from hapx.synth.problem import NOTHING, Forbidden, Problem, build
+from hapx.synth.forbidden import NOTHING, Forbidden
+from hapx.synth.problem import Problem, build
 from hapx.synth.search import attempt, too_small
 from hapx.synth.writer import Solution
 from hapx.theory.derive import derive

@@ -25,7 +25,7 @@ from hapx.report.layers import Layer, layers
 from hapx.report.pricing import Message, Pricing, Step
 from hapx.report.render import new_table, render
 from hapx.report.words import collective_text, time_text
-from hapx.synth.problem import Forbidden
+from hapx.synth.forbidden import Forbidden
 from hapx.transposes import backward_collective, forward_collective
 
 MOST = 3

@@ -25,13 +25,13 @@ from hapx.report.pricing import Message, Pricing, Step, cost_model, idealised, s
 from hapx.report.render import new_table, render
 from hapx.report.words import collective_text, ranges_text, time_text
 
-CAUSES = ("products", "memory", "launches", "links inside")
+CAUSES = ("products", "memory", "launches", "links")
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
     """`begins`: the collectives that all devices wait for, one after another, before it; `waits`: their seconds. devices: the slowest kind, which
-    takes `seconds`, of which `causes` (in the order of CAUSES) are due to each."""
+    takes `seconds`, of which `causes` (in the order of CAUSES; links: those inside machines that make no other device wait) are due to each."""
 
     direction: Literal["forward", "backward", "synchronise", "update"]
     modules: tuple[str, ...]
@@ -152,7 +152,8 @@ def phases_table(pricing: Pricing, found: Sequence[Phase]) -> str:
         pattern = tuple(re.sub(r"\d+", "#", m) for m in p.modules)
         begins = tuple((m.collective, m.what, m.axis) for m in p.begins) if p.direction != "synchronise" else len(p.begins)
         groups.setdefault((p.direction, pattern, begins, f"{p.seconds:.3g}", f"{p.waits:.3g}"), []).append(p)
-    table = new_table("phase", "begins with", "times", "waits", "computes", "bounded by", right=("times", "waits", "computes"), whole=("bounded by",))
+    numbers = ("times", "waits", "computes")
+    table = new_table("phase", "begins with", *numbers, "bounded by", right=numbers, whole=("phase", "bounded by"))
     for members in groups.values():
         p = members[0]
         table.add_row(_label(p), _begins(pricing, p), str(len(members)), time_text(p.waits), time_text(p.seconds), bound_text(pricing, p))
@@ -162,8 +163,10 @@ def phases_table(pricing: Pricing, found: Sequence[Phase]) -> str:
 def _label(phase: Phase) -> str:
     if phase.direction == "synchronise":
         return "synchronisation"
-    names = [m or "(model)" for m in phase.modules] if phase.direction != "update" else []
-    return f"{phase.direction} {names[0] if len(names) == 1 else f'{names[0]} .. {names[-1]}' if names else ''}".strip()
+    if phase.direction == "update":
+        return "update"
+    names = [m or "(model)" for m in phase.modules] or ["(end)"]
+    return f"{phase.direction} {names[0] if len(names) == 1 else f'{names[0]} .. {names[-1]}'}"
 
 
 def _begins(pricing: Pricing, phase: Phase) -> str:
@@ -180,7 +183,7 @@ def bound_text(pricing: Pricing, phase: Phase) -> str:
     if phase.waits > phase.seconds:
         return link_text(max(phase.begins, key=lambda m: m.seconds).crosses, sum(m.volume for m in phase.begins), phase.waits)
     parts = sorted(zip(phase.causes, CAUSES, strict=True), reverse=True)
-    said = ", ".join(f"{name} {seconds / phase.seconds:.0%}" for seconds, name in parts if seconds >= 0.05 * phase.seconds)
+    said = ", ".join(f"{name} {seconds / phase.seconds:.0%}" for seconds, name in parts[:2] if seconds >= 0.05 * phase.seconds)
     return f"{_who(pricing, phase.devices)}: {said}"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from hapx.plan import Plan
+from hapx.progress import Watcher
 from hapx.report.alternatives import why_text
 from hapx.report.layers import layers
 from hapx.report.memory import memory_table
@@ -21,6 +22,7 @@ from hapx.report.render import new_table, render
 from hapx.report.search import statistics_text
 from hapx.report.split import time_table
 from hapx.report.table import devices_table, stages_text, times_text, title
+from hapx.report.whatif import slowest_line
 from hapx.report.words import time_text
 from hapx.simulate import simulate
 
@@ -91,9 +93,14 @@ def phase_section(plan: Plan) -> str:
     return headed(heading, phases_table(pricing, phases(pricing)))
 
 
+def reasons(plan: Plan, progress: Watcher | None = None) -> str:
+    """What the most expensive choices save, and whether the slowest devices help. Plans again, so it takes seconds to minutes."""
+    parts = [why_text(plan, progress), slowest_line(plan, progress)]
+    return "\n\n".join(p for p in parts if p is not None)
+
+
 SECTIONS: Mapping[str, Callable[[Plan], str]] = {
     "communication": communication,
     "phases": phase_section,
-    "why": why_text,
     "statistics": statistics_text,
 }

@@ -25,35 +25,12 @@ from hapx.errors import PlanError
 from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef
 from hapx.plan import Triple
 from hapx.restriction import Restriction
-from hapx.states import REPLICATED, Cut, Placement, Property, Sharded, State
+from hapx.states import REPLICATED, Cut, Placement, Sharded
+from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.tables import StepTerms, TensorTable, numbered, shards
 from hapx.theory.triple import Theory
 
 SFB = "hapx.linear_sfb"
-
-
-Change = tuple[int, type[State], type[State]]
-
-
-@dataclass(frozen=True, slots=True)
-class Forbidden:
-    """What programs may not do: make a tensor in a placement; call this at a node (node, target); change a tensor on an axis from one kind of
-    state to another (tensor, axis, source, target). To ask what the next best program is (see `hapx.report.alternatives`)."""
-
-    made: frozenset[Property] = frozenset()
-    calls: frozenset[tuple[int, str]] = frozenset()
-    changes: frozenset[tuple[str, int, type[State], type[State]]] = frozenset()
-
-    def triple(self, triple: Triple) -> bool:
-        called = isinstance(triple.body, OpCall) and triple.node is not None and (triple.node, triple.body.target) in self.calls
-        return called or not self.made.isdisjoint(triple.post)
-
-    def of(self, tensor: str) -> frozenset[Change]:
-        """The changes of one tensor."""
-        return frozenset((axis, source, target) for name, axis, source, target in self.changes if name == tensor)
-
-
-NOTHING = Forbidden()
 
 
 @dataclass(frozen=True, slots=True)

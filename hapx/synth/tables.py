@@ -21,6 +21,7 @@ from hapx.plan import Communication, Mesh
 from hapx.restriction import Restriction
 from hapx.states import Invariant, Placement, Replicated, Sharded, State
 from hapx.synth.effect import Effect, Vector, effect
+from hapx.synth.forbidden import Change
 from hapx.theory.conversion import free, paths
 from hapx.transposes import forward_collective
 
@@ -96,7 +97,7 @@ class TensorTable:
     """Placements and conversions of all tensors like `ref`."""
 
     def __init__(self, ref: TensorRef, placements: Sequence[Placement], stored: Iterable[Placement], cost: CostModel, terms: TermTable, mesh: Mesh,
-                 rule: Restriction, training: bool, forbidden: frozenset[tuple[int, type[State], type[State]]] = frozenset()):  # fmt: skip
+                 rule: Restriction, training: bool, forbidden: frozenset[Change] = frozenset()):  # fmt: skip
         self.ref, self.placements, self.cost, self.terms, self.mesh = ref, tuple(placements), cost, terms, mesh
         self.rule, self.training, self.forbidden = rule, training, forbidden
         self.number = {p: i for i, p in enumerate(self.placements)}
