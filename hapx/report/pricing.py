@@ -18,6 +18,7 @@ from hapx.cluster.spec import ClusterSpec, DeviceType, Link
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
 from hapx.cost.network import AxisLinks
 from hapx.cost.terms import Piece, Term
+from hapx.errors import HapError
 from hapx.ir import Graph, Kind, OpCall, TensorRef
 from hapx.plan import Communication, Form, Instruction, Plan, Program
 from hapx.report.words import Vocabulary
@@ -130,6 +131,9 @@ class Pricing:
 
     @classmethod
     def of(cls, plan: Plan) -> Pricing:
+        """Raises HapError for a plan of several stages."""
+        if len(plan.stages) != 1:
+            raise HapError(f"the plan has {len(plan.stages)} stages", where="show", allowed="explanations of plans of one stage")
         return cls(plan, cost_model(plan))
 
     @property

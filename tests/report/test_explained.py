@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hapx
+from hapx.errors import HapError
 from hapx.layout import local_shape
 from hapx.lower import Candidate
 from hapx.plan import Plan
@@ -20,10 +21,11 @@ from hapx.report.pricing import Pricing, cost_model
 from hapx.report.show import SECTIONS, layers_table, overview
 from hapx.report.split import split_of, time_table
 from hapx.report.words import size_text, time_text
-from hapx.restriction import BASELINES
+from hapx.restriction import AUTO, BASELINES
 from hapx.simulate import simulate
+from hapx.transposes import COLLECTIVES
 from hapx.verify import predictions
-from support.models import MLP
+from support.models import GPT, MLP
 from support.plans import flat, mlp_batch_split, mlp_tensor_parallel, mlp_two_level, place, sharded
 
 WIDTHS = (64, 256, 10)
@@ -234,6 +236,45 @@ def test_memory_of_what_is_gathered_and_kept() -> None:
 
 
 # ---- the whole -----------------------------------------------------------------------------------------------------------
+
+
+STRATEGIES = {
+    "auto": AUTO,
+    "zero": BASELINES["zero"],
+    "tensor-parallel": BASELINES["tensor-parallel"],
+    "sfb": replace(AUTO, name="sfb", sfb="always", mesh="flat"),
+    "blocks": replace(AUTO, name="blocks", remat="blocks", mesh="flat"),
+    "freed": replace(BASELINES["zero"], name="freed", storage="sharded-free"),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_kind_of_program_is_explained(name: str) -> None:
+    """Composites, rematerialised blocks, sufficient factors, weights that are freed: every collective has a name, sums are those of the plan."""
+    model = GPT(96, 64, 4, 2, 16)
+    plan = hapx.plan(model, CLUSTER, example_inputs=model.example(12), strategy=STRATEGIES[name])
+    pricing = Pricing.of(plan)
+    for step in pricing.steps:
+        assert len(step.messages) == len(step.cost.communication)
+        for m, c in zip(step.messages, step.cost.communication, strict=True):
+            assert m.collective in COLLECTIVES
+            assert (m.direction, m.cuts) == (c.direction, c.cuts)
+            assert m.seconds == pytest.approx(float(c.term.at({}).max())) and 0 <= m.volume <= m.seconds
+    assert sum(p.total for p in phases(pricing)) >= plan.iteration_time * (1 - 1e-9)  # overlap only shortens it
+    total = sum(memory_parts(pricing)[part] for part in PARTS)
+    assert [round(total[k]) for k, devices in enumerate(pricing.kinds) for _ in devices] == pytest.approx(
+        [plan.memory[d] for devices in pricing.kinds for d in devices], abs=1
+    )
+    for text in (overview(plan), *(section(plan) for section in SECTIONS.values())):
+        assert max(map(len, text.splitlines())) <= 120
+    if name == "sfb":
+        assert "factors" in traffic_table(traffic(pricing), pricing.words)
+
+
+def test_plans_of_several_stages_are_not_explained() -> None:
+    plan = free_weight()
+    with pytest.raises(HapError, match="2 stages"):
+        Pricing.of(replace(plan, stages=plan.stages * 2))
 
 
 @pytest.mark.parametrize("plan", [free_weight(), named(mlp_two_level(WIDTHS, (6, 2), 2))], ids=["flat", "2x2"])
