@@ -12,8 +12,10 @@ Invariant: a candidate's time, memory and program are those of its integer lengt
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -94,7 +96,9 @@ class Counters:
     """What planning cost, for `Plan.statistics`."""
 
     theory_time: float = 0.0
-    search_time: float = 0.0
+    search_time: float = 0.0  # of which:
+    problem_time: float = 0.0
+    balance_time: float = 0.0
     simulation_time: float = 0.0
     alternations: int = 0
     views: list[str] = field(default_factory=list)
@@ -102,7 +106,7 @@ class Counters:
     search: Statistics = field(default_factory=Statistics)
 
     def as_dict(self) -> dict[str, Any]:
-        times = {"theory_time": self.theory_time, "search_time": self.search_time, "simulation_time": self.simulation_time}
+        times = {name: getattr(self, name) for name in ("theory_time", "search_time", "problem_time", "balance_time", "simulation_time")}
         counts = {f.name: getattr(self.search, f.name) for f in fields(self.search)}
         return {**times, **counts, "alternations": self.alternations, "views": tuple(self.views), "tried": tuple(map(dict, self.tried))}
 
@@ -128,6 +132,23 @@ def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | Non
     """Candidates for one graph on all devices, best first, on every allowed view.
 
     Raises InsufficientMemoryError or PlanError where no view has a program."""
+    with _without_collections():
+        return _plan_spmd(setting, counters, meshes)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Planning makes no cycles but many objects: the collector would look at all of them again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None) -> list[Candidate]:
     found: list[Candidate] = []
     failures: list[HapError] = []
     allowed = views(setting.cluster, setting.rule) if meshes is None else meshes
@@ -178,7 +199,9 @@ class _Alternation:
     def __init__(self, setting: Setting, theory: Theory, counters: Counters, told: Teller):
         self.setting, self.theory, self.counters, self.told = setting, theory, counters, told
         self.costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
+        began = time.perf_counter()
         self.problem: Problem = build(theory, self.costs, setting.rule, setting.given, setting.forbidden)
+        counters.problem_time += time.perf_counter() - began
         self.problem.watch = told.watch()
         self.hopeless = 0.0  # how many times as much as the best of the views before its first program costs, where that ended it
         self.capacity: Vector = np.asarray(self.costs.capacity)
@@ -248,13 +271,17 @@ class _Alternation:
                 if fits and solution.cost > HOPELESS * known:
                     self.hopeless = solution.cost / known
                     return
+                began = time.perf_counter()
                 balanced = balance(goal, self.sizes, self.capacity, ratios, self.costs.lengths_to_shares(self.fixed))
+                self.counters.balance_time += time.perf_counter() - began
                 if balanced is not None:
                     break
             if balanced is None or goal is None or solution is None:
                 return
             ratios = balanced
+            began = time.perf_counter()
             lengths = self._rounded(goal, self._lengths(ratios))
+            self.counters.balance_time += time.perf_counter() - began
             candidate = self._keep(solution, goal, lengths, ratios)
             if candidate is None or candidate.cost >= best * (1 - STALLED):
                 return

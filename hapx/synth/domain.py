@@ -9,7 +9,8 @@ Memory may have *prices* instead (seconds per byte and kind, see `hapx.synth.lim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import inf
 from operator import add, le, mul, sub
 
 import numpy as np
@@ -55,6 +56,7 @@ class Synthesis:
         self.bounded = self.unfit = 0  # what was not followed: for the bound, for the limits
         self._alike: dict[int, list[tuple[int, int, int]] | None] = {}
         self._expanded: list[dict[tuple[int, int], list[tuple[Move, int]]]] = [{} for _ in problem.steps]
+        self._parts: dict[int, list[tuple[int, int, int]]] = {}
         self._left = self._least_memory() if limits is not None else []
 
     def start(self) -> State | None:
@@ -77,6 +79,16 @@ class Synthesis:
         reads = state.place & self.problem.steps[state.level].reads
         for choice in chosen.tolist():
             yield from self._follow(state, self._moves(state.level, reads, choice), limit)
+
+    def follow(self, moves: Iterable[Move]) -> State | None:
+        """The complete state that these moves, found at other shares or prices, lead to; None where it does not fit."""
+        state = self.start()
+        for move in moves:
+            if state is None:
+                break
+            again = self.moves.again(self.problem.steps[state.level].kind, move)
+            state = next(self._follow(state, [(again, self._made(state.level, again))], inf), None)
+        return state
 
     def again(self, state: State, limit: float) -> list[State] | None:
         """One period after a state in which every value was available as its counterpart is here: the move that was made there."""
@@ -155,11 +167,17 @@ class Synthesis:
         if (mask, choice) not in known:
             step, kind = self.problem.steps[level], self.problem.steps[level].kind
             masks = tuple(s.fixed if s.fixed is not None else mask >> at & s.table.full for s, at in zip(kind.slots, step.slot_shifts, strict=True))
+            known[mask, choice] = [(m, self._made(level, m)) for m in self.moves.at(kind, masks, choice)]
+        return known[mask, choice]
+
+    def _made(self, level: int, move: Move) -> int:
+        """The bits of a partial program that a move sets."""
+        if level not in self._parts:
+            step, kind = self.problem.steps[level], self.problem.steps[level].kind
             parts = [(o, s.table.full, at) for s, o, at in zip(kind.slots, kind.slot_offsets, step.slot_shifts, strict=True) if s.live]
             parts += [(o, r.table.full, at) for r, o, at in zip(kind.results, kind.result_offsets, step.result_shifts, strict=True) if r.live]
-            moves = self.moves.at(kind, masks, choice)
-            known[mask, choice] = [(m, sum((m.place >> o & full) << at for o, full, at in parts)) for m in moves]
-        return known[mask, choice]
+            self._parts[level] = parts
+        return sum((move.place >> o & full) << at for o, full, at in self._parts[level])
 
     def _least_memory(self) -> list[Vector]:
         """Per level, bytes per kind that the steps from there on need at least."""

@@ -37,18 +37,23 @@ class Solution:
 
 def solution(problem: Problem, last: State, cost: float, key: ProgramKey, statistics: Statistics, prices: Vector | None = None) -> Solution:
     """The program of a complete state."""
+    writer = _Writer(problem)
+    for level, move in enumerate(moves_of(last)):
+        writer.step(level, move)
+    program = Program(key, problem.theory.mesh, tuple(writer.instructions), writer.needs(), tuple(writer.gives))
+    storage_of = dict(writer.storage)
+    return Solution(program, storage_of, tuple(writer.steps), tuple(writer.kept), cost, last.memory, statistics, prices)
+
+
+def moves_of(last: State) -> list[Move]:
+    """The moves that lead to a state, in order."""
     moves: list[Move] = []
     state: State | None = last
     while state is not None:
         if state.move is not None:
             moves.append(state.move)
         state = state.parent
-    writer = _Writer(problem)
-    for level, move in enumerate(reversed(moves)):
-        writer.step(level, move)
-    program = Program(key, problem.theory.mesh, tuple(writer.instructions), writer.needs(), tuple(writer.gives))
-    storage_of = dict(writer.storage)
-    return Solution(program, storage_of, tuple(writer.steps), tuple(writer.kept), cost, last.memory, statistics, prices)
+    return moves[::-1]
 
 
 class _Writer:
