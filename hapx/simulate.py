@@ -16,14 +16,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 from typing import Literal
 
-import numpy as np
-
 from hapx.cost.model import BUCKET_BYTES, CommunicationCost, CostModel, StepCost
-from hapx.cost.terms import Term, Vector
+from hapx.cost.terms import Term
 from hapx.errors import HapError
 from hapx.ir import Graph, Kind, OpCall
 from hapx.layout import Lengths
@@ -31,6 +30,7 @@ from hapx.plan import Instruction, Plan, Program
 from hapx.theory.triple import Theory
 
 Stream = Literal["compute", "communication"]
+Seconds = tuple[float, ...]  # per kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +115,34 @@ def simulate_program(program: Program, graph: Graph, cost: CostModel, lengths: L
     """One iteration of a program at concrete lengths, with the cluster, precision, optimizer and mode of a cost model of its graph and mesh."""
     assert cost.graph is graph and cost.theory.mesh == program.mesh, "the cost model is of another program"
     exact = cost.at_lengths(lengths)
-    steps = [(_name(i), _cost(i, graph, exact)) for i in program.instructions]
+    clock = _run(program, graph, exact, events=True)
+    kind_of = tuple((device, k) for k, devices in enumerate(exact.view.devices) for device in devices)
+    return Timeline(tuple(sorted(kind_of)), tuple(clock.events), max(clock.now))
+
+
+def iteration_time(program: Program, graph: Graph, exact: CostModel) -> float:
+    """Seconds of one iteration, as `simulate_program` has them, by a cost model at concrete lengths."""
+    return max(_run(program, graph, exact, events=False).now)
+
+
+def _run(program: Program, graph: Graph, exact: CostModel, events: bool) -> _Clock:
+    steps = [(_name(i) if events else "", _cost(i, graph, exact)) for i in program.instructions]
     full = _full_buckets([_gradient_bytes(i, step, graph) for i, (_, step) in zip(program.instructions, steps, strict=True)])
-    clock = _Clock(len(exact.kinds))
+    clock = _Clock(len(exact.kinds), events)
     for name, step in steps:
         clock.communicate(name, [c for c in step.communication if c.direction == "forward"])
         clock.compute(name, step.forward)
-    if cost.mode == "train":
+    if exact.mode == "train":
         for k, (name, step) in reversed(list(enumerate(steps))):
-            clock.compute(f"{name} backward", step.backward)
-            clock.communicate(f"{name} backward", [c for c in reversed(step.communication) if c.direction == "backward"])
+            name = f"{name} backward" if events else ""
+            clock.compute(name, step.backward)
+            clock.communicate(name, [c for c in reversed(step.communication) if c.direction == "backward"])
             clock.gradient([c for c in step.communication if c.direction == "synchronise"], full=k in full)
         clock.wait()
         for need in program.needs:
             if graph.refs[need.tensor].kind is Kind.PARAMETER:
                 clock.compute(f"update {need.tensor}", exact.update(graph.refs[need.tensor], need.placement))
-    kind_of = tuple((device, k) for k, devices in enumerate(exact.view.devices) for device in devices)
-    return Timeline(tuple(sorted(kind_of)), tuple(clock.events), float(max(clock.now)))
+    return clock
 
 
 def _name(instruction: Instruction) -> str:
@@ -166,29 +177,29 @@ def _full_buckets(sizes: Sequence[int]) -> frozenset[int]:
     return frozenset(full if last is None else {*full, last})
 
 
-@dataclass
 class _Clock:
-    """Time on the two streams of every kind: `now` of the program (its compute stream), `wire` of the communication stream."""
+    """Time on the two streams of every kind: `now` of the program (its compute stream), `wire` of the communication stream. `events` are recorded
+    where they are wanted."""
 
-    size: int
-    events: list[Event] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.now: Vector = np.zeros(self.size)
-        self.wire: Vector = np.zeros(self.size)
+    def __init__(self, size: int, record: bool):
+        self.size, self.record = size, record
+        self.events: list[Event] = []
+        self.now: Seconds = (0.0,) * size
+        self.wire: Seconds = (0.0,) * size
         self._bucket: list[CommunicationCost] = []
         self._num_buckets = 0
+        self._values: dict[int, tuple[Term, Seconds]] = {}
 
     def compute(self, name: str, term: Term | None) -> None:
         if term is None:
             return
-        start, self.now = self.now, self.now + term.at({})
+        start, self.now = self.now, tuple(map(add, self.now, self._seconds(term)))
         self._record(name, "compute", start, self.now)
 
     def communicate(self, name: str, collectives: Sequence[CommunicationCost]) -> None:
         """Collectives that the program waits for."""
         for collective in collectives:
-            self.wire = self._run(name, collective, np.maximum(self.now, self.wire))
+            self.wire = self._run(name, collective, tuple(map(max, self.now, self.wire)))
             self.now = self.wire
 
     def gradient(self, collectives: Sequence[CommunicationCost], full: bool) -> None:
@@ -197,7 +208,7 @@ class _Clock:
         if not full:
             return
         name = f"synchronise bucket {self._num_buckets}"
-        ready = np.maximum(self.now, self.wire)
+        ready = tuple(map(max, self.now, self.wire))
         for collective in self._bucket:
             ready = self._run(name, collective, ready)
         self.wire = ready
@@ -206,15 +217,23 @@ class _Clock:
     def wait(self) -> None:
         """For all buckets."""
         assert not self._bucket, "a bucket was never sent"
-        self.now = np.maximum(self.now, self.wire)
+        self.now = tuple(map(max, self.now, self.wire))
 
-    def _run(self, name: str, collective: CommunicationCost, ready: Vector) -> Vector:
+    def _run(self, name: str, collective: CommunicationCost, ready: Seconds) -> Seconds:
         """The end of a collective for which the kinds are ready at the given times."""
-        times = collective.term.at({})
-        start = np.full(self.size, ready.max()) if collective.cuts else ready
-        stop = start + (times.max() if collective.cuts else times)
+        times = self._seconds(collective.term)
+        start = (max(ready),) * self.size if collective.cuts else ready
+        stop = (start[0] + max(times),) * self.size if collective.cuts else tuple(map(add, start, times))
         self._record(name, "communication", start, stop)
         return stop
 
-    def _record(self, name: str, stream: Stream, start: Vector, stop: Vector) -> None:
-        self.events.append(Event(name, stream, tuple(start.tolist()), tuple(stop.tolist())))
+    def _seconds(self, term: Term) -> Seconds:
+        """Terms at concrete lengths are constants; steps that are alike share them."""
+        known = self._values.get(id(term))
+        if known is None:
+            known = self._values[id(term)] = term, tuple(term.at({}).tolist())  # the term is held, so that its id stays its own
+        return known[1]
+
+    def _record(self, name: str, stream: Stream, start: Seconds, stop: Seconds) -> None:
+        if self.record:
+            self.events.append(Event(name, stream, start, stop))

@@ -12,6 +12,7 @@ their terms; in eval mode there is no backward, no kept activation and no gradie
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -85,22 +86,27 @@ class CostModel:
         known = dict.fromkeys([*PRECISIONS, *(dtype for kind in cluster.device_types.values() for dtype in kind.flops)])
         if precision not in known:
             raise HapError(f"unknown precision {precision!r}", where="precision", allowed=", ".join(known))
-        self.view = View(theory.mesh, cluster, lengths)
-        self.links: tuple[AxisLinks, ...] = Network(self.view).axes
-        self.kinds: tuple[tuple[int, ...], ...] = self.view.kinds
-        self.sizes: tuple[int, ...] = tuple(map(len, self.kinds))
-        speed = np.array(self.view.worst(lambda d: cluster.type_of(d).speed(precision), min))
-        self.speeds: Vector = speed / (speed * self.sizes).sum()
-        self.capacity: Vector = np.array(self.view.worst(lambda d: cluster.type_of(d).memory, min)) * (1.0 - memory.RESERVE)
-        self._latency = Piece(self.view.worst(lambda d: cluster.type_of(d).kernel_latency))
-        self._per_byte = self.view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
-        self._per_flop: dict[str, tuple[float, ...]] = {}
         self._states = memory.states_of(optimizer)
         self._kept = memory.kept(self.graph) if mode == "train" else frozenset()
         self._forgotten = memory.forgotten(self.graph) if mode == "train" else frozenset()
         self._converted_again = memory.converted_again(self.graph) if mode == "train" else frozenset()
         self._signatures: dict[int, int] = {}
         self._number = _Numbers()
+        self._see(View(theory.mesh, cluster, lengths))
+
+    def _see(self, view: View) -> None:
+        """Everything that depends on which devices are alike."""
+        cluster, precision = self.cluster, self.precision
+        self.view = view
+        self.links: tuple[AxisLinks, ...] = Network(view).axes
+        self.kinds: tuple[tuple[int, ...], ...] = view.kinds
+        self.sizes: tuple[int, ...] = tuple(map(len, self.kinds))
+        speed = np.array(view.worst(lambda d: cluster.type_of(d).speed(precision), min))
+        self.speeds: Vector = speed / (speed * self.sizes).sum()
+        self.capacity: Vector = np.array(view.worst(lambda d: cluster.type_of(d).memory, min)) * (1.0 - memory.RESERVE)
+        self._latency = Piece(view.worst(lambda d: cluster.type_of(d).kernel_latency))
+        self._per_byte = view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
+        self._per_flop: dict[str, tuple[float, ...]] = {}
         self._by_triple: dict[int, tuple[Triple, StepCost]] = {}
         self._by_form: dict[Any, StepCost] = {}
         self._conversions: dict[Any, StepCost] = {}
@@ -108,7 +114,9 @@ class CostModel:
 
     def at_lengths(self, lengths: Lengths) -> CostModel:
         """The same model at concrete lengths: only coordinates that also have equal lengths are one kind."""
-        return CostModel(self.theory, self.cluster, self.precision, self.optimizer, self.mode, lengths=lengths)
+        twin = copy(self)
+        twin._see(View(self.theory.mesh, self.cluster, lengths))
+        return twin
 
     def lengths_to_shares(self, lengths: Mapping[Cut, tuple[int, ...]]) -> dict[Cut, Vector]:
         """Per kind, the largest share (length / units) of each cut of the uneven axis."""

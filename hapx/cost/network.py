@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil, log2, prod
 
 from hapx.cost.terms import Piece, Term, maximum
@@ -134,11 +134,13 @@ class Network:
         infinite = float("inf")
         card = {m: cluster.inter.bandwidth / crossing[m] if crossing[m] else infinite for m in set(machine.values())}
 
+        @cache
         def ring(group: tuple[int, ...]) -> float:
             span = spans[group]
             inside = [cluster.machines[m].intra.bandwidth for m, n in span.items() if n > 1]
             return min([*inside, *(card[m] for m in span if len(span) > 1)], default=infinite)
 
+        @cache
         def latency(group: tuple[int, ...]) -> float:
             links = [cluster.machines[m].intra for m, n in spans[group].items() if n > 1] + ([cluster.inter] if len(spans[group]) > 1 else [])
             return max((link.latency for link in links), default=0.0)

@@ -10,6 +10,7 @@ Memory may have *prices* instead (seconds per byte and kind, see `hapx.synth.lim
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from math import inf
 from operator import add, le, mul, sub
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from hapx.cost.terms import Shares
 from hapx.synth.bound import Bound
-from hapx.synth.effect import Vector, plus
+from hapx.synth.effect import Effect, Vector, compose, plus
 from hapx.synth.moves import Move, Moves
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
@@ -27,12 +28,27 @@ from hapx.synth.seeds import Mask
 class State:
     """A partial program; see the module."""
 
-    __slots__ = ("backward", "cost", "dead", "estimate", "forward", "level", "memory", "move", "parent", "place")
+    __slots__ = ("backward", "cost", "dead", "estimate", "forward", "level", "memory", "move", "parent", "place", "rounds")
 
     def __init__(self, level: int, place: int, cost: float, forward: Vector, backward: Vector, memory: Vector, estimate: float,
-                 parent: State | None, move: Move | None):  # fmt: skip
+                 parent: State | None, move: Move | None, rounds: tuple[int, int] = (0, 0)):  # fmt: skip
         self.level, self.place, self.cost, self.forward, self.backward, self.memory = level, place, cost, forward, backward, memory
         self.estimate, self.parent, self.move, self.dead = estimate, parent, move, False
+        self.rounds = rounds  # (period, times): instead of by a move, by repeating the last moves before it
+
+
+def moves_of(last: State) -> list[Move]:
+    """The moves that lead to a state, in order."""
+    states: list[State] = []
+    state: State | None = last
+    while state is not None:
+        states.append(state)
+        state = state.parent
+    moves: list[Move] = []
+    for state in reversed(states):
+        period, times = state.rounds
+        moves += [state.move] if state.move is not None else moves[len(moves) - period :] * times
+    return moves
 
 
 class Synthesis:
@@ -91,21 +107,41 @@ class Synthesis:
         return state
 
     def again(self, state: State, limit: float) -> list[State] | None:
-        """One period after a state in which every value was available as its counterpart is here: the move that was made there."""
+        """One period after a state in which every value was available as its counterpart is here: the move that was made there, or all rounds that
+        are left if the last one ended as it had begun."""
         period = self.repetition.before(state.level)
         pairs = self._pairs(state.level, period) if period else None
         if pairs is None:
             return None
-        then, made = state, None
+        then, made = state, []
         for _ in range(period):
-            then, made = then.parent, then  # type: ignore[assignment]
-            if then is None:
+            if then.move is None or then.parent is None:
                 return None
+            made.append(then.move)
+            then = then.parent
         if any(state.place >> now & full != then.place >> before & full for now, before, full in pairs):
             return None
-        assert made is not None and made.move is not None
-        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads, made.move.choice.index)
-        return list(self._follow(state, [m for m in moves if m[0] is made.move], limit))
+        times = self.repetition.rounds(state.level)
+        if times > 1 and all(self._pairs(state.level + i * period, period) is not None for i in range(1, times + 1)):
+            return self._leap(state, made[::-1], times, limit)
+        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads, made[-1].choice.index)
+        return list(self._follow(state, [m for m in moves if m[0] is made[-1]], limit))
+
+    def _leap(self, state: State, made: list[Move], times: int, limit: float) -> list[State]:
+        """After `times` rounds of the moves that were made last."""
+        once, effect = reduce(compose, (m.effect for m in made)), None
+        for bit in bin(times)[2:]:  # the effect of all rounds, by squaring
+            effect = compose(effect, effect) if effect is not None else None
+            if bit == "1":
+                effect = compose(effect, once) if effect is not None else once
+        assert effect is not None
+        level, place = state.level, state.place
+        for _ in range(times):
+            level += len(made)
+            pairs = self._pairs(level, len(made))
+            assert pairs is not None, "checked by the caller"
+            place = sum((place >> before & full) << now for now, before, full in pairs)
+        return list(self._reached(state, level, place, effect, None, (len(made), times), limit))
 
     def _pairs(self, level: int, period: int) -> list[tuple[int, int, int]] | None:
         """Bits of every live value, of its counterpart one period before, and their mask; None if the two places are not alike."""
@@ -117,37 +153,40 @@ class Synthesis:
         return self._alike[level]
 
     def _follow(self, state: State, moves: list[tuple[Move, int]], limit: float) -> Iterator[State]:
-        step = self.problem.steps[state.level]
-        level, kept = state.level + 1, state.place & step.keep
-        forward, backward, bound, limits, last = state.forward, state.backward, self.bound, self.limits, level == self.depth
+        kept = state.place & self.problem.steps[state.level].keep
         for move, made in moves:
-            effect = move.effect
-            memory = tuple(map(add, state.memory, effect.memory))
-            if limits is not None and not all(map(le, map(add, memory, self._left[level]), limits)):
-                self.unfit += 1
-                continue
-            cost = state.cost + effect.const
-            if effect.forward_pre is None:
-                pf = tuple(map(add, forward, effect.forward))
-            else:
-                cost += max(map(add, forward, effect.forward_pre))
-                pf = effect.forward
-            if effect.backward_pre is None:
-                pb = tuple(map(add, backward, effect.backward))
-            else:
-                cost += max(map(add, backward, effect.backward_pre))
-                pb = effect.backward
-            if cost >= limit:
-                self.bounded += 1
-                continue
-            place = kept | made
-            estimate = cost + max(pf) + max(pb)
-            if not last:
-                estimate = max(estimate, bound.estimate(cost + self._priced(memory), pf, pb, bound.rest(level, place)))
-            if estimate < limit:
-                yield State(level, place, cost, pf, pb, memory, estimate, state, move)
-            else:
-                self.bounded += 1
+            yield from self._reached(state, state.level + 1, kept | made, move.effect, move, (0, 0), limit)
+
+    def _reached(
+        self, state: State, level: int, place: int, effect: Effect, move: Move | None, rounds: tuple[int, int], limit: float
+    ) -> Iterator[State]:
+        """The state at `level` with `place` after an effect, if it may lead to a program below the limit."""
+        forward, backward, limits = state.forward, state.backward, self.limits
+        memory = tuple(map(add, state.memory, effect.memory))
+        if limits is not None and not all(map(le, map(add, memory, self._left[level]), limits)):
+            self.unfit += 1
+            return
+        cost = state.cost + effect.const
+        if effect.forward_pre is None:
+            pf = tuple(map(add, forward, effect.forward))
+        else:
+            cost += max(map(add, forward, effect.forward_pre))
+            pf = effect.forward
+        if effect.backward_pre is None:
+            pb = tuple(map(add, backward, effect.backward))
+        else:
+            cost += max(map(add, backward, effect.backward_pre))
+            pb = effect.backward
+        if cost >= limit:
+            self.bounded += 1
+            return
+        estimate = cost + max(pf) + max(pb)
+        if level < self.depth:
+            estimate = max(estimate, self.bound.estimate(cost + self._priced(memory), pf, pb, self.bound.rest(level, place)))
+        if estimate < limit:
+            yield State(level, place, cost, pf, pb, memory, estimate, state, move, rounds)
+        else:
+            self.bounded += 1
 
     def dominates(self, a: State, b: State) -> bool:
         if self.limits is not None and not all(map(le, a.memory, b.memory)):

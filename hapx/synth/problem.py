@@ -115,6 +115,7 @@ class Problem:
     seeds: list[Mapping[int, Any]] | None = None  # see `hapx.synth.seeds`; made when first searched
     watch: Callable[[int, float, float | None], None] | None = None  # see `hapx.synth.astar.Watch`
     programs: list[Any] = field(default_factory=list)  # moves of programs that searches at other shares found, the last one first
+    repetition: Any = None  # see `hapx.synth.periods`; made when first searched
     grid: Any = None  # see `hapx.synth.grid`; made when first searched
 
 

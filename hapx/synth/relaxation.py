@@ -96,7 +96,9 @@ class Relaxation:
         # the table before level k is _base[k] + _offsets[k]
         self._base: list[Rows] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
         self._offsets: list[Array] = [np.zeros(len(self.weights))] * (len(problem.steps) + 1)
-        self.repetition = Repetition(problem.steps)
+        if problem.repetition is None:
+            problem.repetition = Repetition(problem.steps)
+        self.repetition: Repetition = problem.repetition
         self._tabulate()
 
     def rows(self, context: Context, level: int) -> tuple[Rows, Array]:

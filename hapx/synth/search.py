@@ -27,13 +27,13 @@ from hapx.plan import ProgramKey
 from hapx.restriction import AUTO, Restriction
 from hapx.states import Placement
 from hapx.synth.astar import TOLERANCE, Statistics, beam, search
-from hapx.synth.domain import State, Synthesis
+from hapx.synth.domain import State, Synthesis, moves_of
 from hapx.synth.effect import Vector, compose
 from hapx.synth.limited import fitting
 from hapx.synth.problem import Problem, build
 from hapx.synth.seeds import seeds
 from hapx.synth.tables import Values, numbered
-from hapx.synth.writer import Solution, moves_of, solution
+from hapx.synth.writer import Solution, solution
 from hapx.theory.triple import Theory
 
 WIDTH = 4  # of the beam
@@ -133,9 +133,10 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     if best is None:
         if problem.seeds is None:
             problem.seeds = seeds(problem)
-        for seed in [*problem.seeds, None]:
+        for seed in [None, *problem.seeds]:
             domain.only = seed
             best = beam(domain, 1, statistics, best)
+        domain.only = None
         best = beam(domain, WIDTH, statistics, best)
     unproven = statistics.unproven
     best = search(domain, statistics, best, budget, _tolerance(problem) if tolerance is None else tolerance, problem.watch)
