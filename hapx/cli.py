@@ -118,7 +118,7 @@ def show(
     """Explains a plan: layers, where time and memory go, the most expensive communications; by the options more, instead of these."""
     with _one_line():
         from hapx.report.progress import shown
-        from hapx.report.show import SECTIONS, overview, reasons
+        from hapx.report.show import REASONS, SECTIONS, overview
 
         found = _load(file)
         wanted = {"communication": communication, "phases": phases, "statistics": statistics}
@@ -128,9 +128,11 @@ def show(
             if wanted[name] or everything:
                 typer.echo(f"\n{section(found)}")
         if why or everything:
-            with shown() as progress:
-                text = reasons(found, progress)
-            typer.echo(f"\n{text}")
+            for reason in REASONS:
+                with shown() as progress:
+                    text = reason(found, progress)
+                if text is not None:
+                    typer.echo(f"\n{text}")
         if program:
             typer.echo("\n" + "\n\n".join(str(p) for stage in found.stages for p in stage.programs.values()))
 

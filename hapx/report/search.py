@@ -22,10 +22,10 @@ def proven_lines(plan: Plan) -> list[str]:
     if not isinstance(gap, int | float):
         return []
     if gap <= EXACT:
-        return ["proven: at these ratios no program of the search space costs less"]
+        return ["proven: on this mesh, at these ratios, no program costs less"]
     if gap <= PROVEN:
-        return [f"proven: at these ratios no program of the search space costs more than {_percent(gap)} less"]
-    return [f"CUT: the search ended before its proof; at these ratios a program may exist that costs up to {_percent(gap)} less"]
+        return [f"proven: on this mesh, at these ratios, no program costs more than {_percent(gap)} less"]
+    return [f"CUT: the search ended before its proof; on this mesh, at these ratios, a program may exist that costs up to {_percent(gap)} less"]
 
 
 def _percent(part: float) -> str:

@@ -93,14 +93,10 @@ def phase_section(plan: Plan) -> str:
     return headed(heading, phases_table(pricing, phases(pricing)))
 
 
-def reasons(plan: Plan, progress: Watcher | None = None) -> str:
-    """What the most expensive choices save, and whether the slowest devices help. Plans again, so it takes seconds to minutes."""
-    parts = [why_text(plan, progress), slowest_line(plan, progress)]
-    return "\n\n".join(p for p in parts if p is not None)
-
-
 SECTIONS: Mapping[str, Callable[[Plan], str]] = {
     "communication": communication,
     "phases": phase_section,
     "statistics": statistics_text,
 }
+# what plans again, so it takes seconds to minutes: what the most expensive choices save, and whether the slowest devices help
+REASONS: tuple[Callable[[Plan, Watcher | None], str | None], ...] = (why_text, slowest_line)

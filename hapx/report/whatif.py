@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 from hapx.cluster.catalogue import CATALOGUE, suggest
@@ -15,10 +16,11 @@ from hapx.cluster.spec import ClusterSpec
 from hapx.cost.remat import without_blocks
 from hapx.errors import ClusterSpecError, HapError
 from hapx.plan import Plan
-from hapx.planner import plan_graphs
+from hapx.planner import plan_graphs, views
 from hapx.progress import Watcher
 from hapx.report.render import new_table, render
 from hapx.report.words import ranges_text, shares_text, size_text, time_text
+from hapx.restriction import Restriction
 
 ALIKE = 1e-3  # relative difference of times that is none
 
@@ -84,11 +86,12 @@ def whatif_table(plan: Plan, clusters: Mapping[str, ClusterSpec], progress: Watc
     return "\n\n".join([render(table), "\n".join(said)]).strip()
 
 
-def replanned(plan: Plan, cluster: ClusterSpec, progress: Watcher | None = None) -> Plan | HapError:
-    """The plan of the same model on another cluster, or why there is none."""
+def replanned(plan: Plan, cluster: ClusterSpec, progress: Watcher | None = None, rule: Restriction | None = None) -> Plan | HapError:
+    """The plan of the same model on another cluster, or why there is none. rule: instead of the plan's own restriction."""
     graph = without_blocks(plan.graphs[plan.first])  # what is computed again is chosen anew
+    rule = rule or plan.restriction
     try:
-        return plan_graphs([graph], cluster, strategy=plan.restriction, optimizer=plan.optimizer, precision=plan.precision, progress=progress)
+        return plan_graphs([graph], cluster, strategy=rule, optimizer=plan.optimizer, precision=plan.precision, progress=progress)
     except HapError as error:
         return error
 
@@ -111,13 +114,22 @@ def idle_lines(plan: Plan) -> list[str]:
 
 
 def slowest_line(plan: Plan, progress: Watcher | None = None) -> str | None:
-    """Whether it is faster without the slowest type of device; None where all are of one type."""
+    """Whether it is faster without the slowest type of device, on a mesh like the plan's (`whatif_table` tries all); None where all are alike."""
     slowest = slowest_type(plan)
     if slowest is None:
         return None
-    again = replanned(plan, changed(plan.cluster, [slowest]), progress)
+    cluster = changed(plan.cluster, [slowest])
+    again = replanned(plan, cluster, progress, replace(plan.restriction, mesh=_mesh_like(plan, cluster)))
     answer = str(again) if isinstance(again, HapError) else f"{time_text(again.iteration_time)}: {verdict(plan, again)}"
-    return "\n".join([f"without the slowest type of device, {slowest}: {answer}", *idle_lines(plan)])
+    return "\n".join([f"without the slowest type of device, {slowest}, on a mesh like this: {answer}", *idle_lines(plan)])
+
+
+def _mesh_like(plan: Plan, cluster: ClusterSpec) -> str:
+    """The view of another cluster whose groups are as large as those of the plan's mesh; "flat" where it has none."""
+    inner = plan.stages[0].mesh.sizes[1:]
+    name = f"{cluster.num_devices // inner[0]}x{inner[0]}" if inner else "flat"
+    known = [mesh.name for mesh in views(replace(cluster, mesh="auto"), replace(plan.restriction, mesh="auto"))]
+    return name if name in known else "flat"
 
 
 def _row(table: Any, name: str, plan: Plan, now: Plan) -> None:

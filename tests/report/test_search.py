@@ -35,10 +35,10 @@ def with_gap(gap: float) -> Plan:
 @pytest.mark.parametrize(
     ("gap", "says"),
     [
-        (0.0, "proven: at these ratios no program of the search space costs less"),
-        (1e-11, "proven: at these ratios no program of the search space costs less"),
-        (5e-4, "proven: at these ratios no program of the search space costs more than 0.05 % less"),
-        (0.21, "CUT: the search ended before its proof; at these ratios a program may exist that costs up to 21 % less"),
+        (0.0, "proven: on this mesh, at these ratios, no program costs less"),
+        (1e-11, "proven: on this mesh, at these ratios, no program costs less"),
+        (5e-4, "proven: on this mesh, at these ratios, no program costs more than 0.05 % less"),
+        (0.21, "CUT: the search ended before its proof; on this mesh, at these ratios, a program may exist that costs up to 21 % less"),
     ],
 )
 def test_one_line_says_what_is_proven(gap: float, says: str) -> None:
