@@ -27,6 +27,7 @@ from hapx.graph.capture import capture
 from hapx.graph.capture_inputs import Inputs, bind_inputs
 from hapx.ir import FLOATING, Graph
 from hapx.plan import Plan, ProgramKey
+from hapx.progress import Watcher
 from hapx.restriction import Restriction
 from hapx.runtime.data import ShareSampler
 from hapx.runtime.executor import Executor, share_out
@@ -41,18 +42,19 @@ Cluster = str | os.PathLike[str] | Mapping[str, Any] | ClusterSpec
 def plan(
     module: nn.Module, cluster: Cluster, example_inputs: Any, *,
     loss_fn: Callable[..., Tensor] | None = None, strategy: str | Restriction = "auto", optimizer: str = "adamw",
-    precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto",
+    precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto", progress: Watcher | None = None,
 ) -> Plan:  # fmt: skip
     """The fastest distributed training program found for `module` on `cluster`. Needs no process group and no real weights (`meta`
     works); the module is not changed. Under `torch.autocast` it is the program for calls under that autocast. `remat`: "blocks" computes
-    repeated blocks again in backward, "auto" does so where nothing fits into memory otherwise. Raises CaptureError, ClusterSpecError,
+    repeated blocks again in backward, "auto" does so where nothing fits into memory otherwise. `progress` is called with a
+    `hapx.progress.Progress` now and then. Raises CaptureError, ClusterSpecError,
     InsufficientMemoryError and other HapErrors."""
     from hapx.planner import plan_module  # the planner is not needed to run a plan
 
     return plan_module(
         module, ClusterSpec.load(cluster), example_inputs,
         loss_fn=loss_fn, strategy=strategy, optimizer=optimizer, precision=precision, remat=remat, micro_batches=micro_batches,
-        autocast=_autocast(),
+        autocast=_autocast(), progress=progress,
     )  # fmt: skip
 
 
@@ -120,7 +122,11 @@ class HAP(nn.Module):
         if self._given is None:
             if not twin.training:
                 twin.train()
-            return _to_json(plan(twin, self._cluster, example_inputs, loss_fn=self._loss_fn, **self._options)), True
+            from hapx.report.progress import shown  # a line for whoever looks at rank 0's terminal
+
+            with shown() as progress:
+                found = plan(twin, self._cluster, example_inputs, loss_fn=self._loss_fn, progress=progress, **self._options)
+            return _to_json(found), True
         found = self._given if isinstance(self._given, Plan) else Plan.load(self._given)
         if example_inputs is None:
             return _to_json(found), False  # compared at the first call

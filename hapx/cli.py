@@ -95,8 +95,10 @@ def plan(
             _fail(f"--out {out}: there is no directory {out.parent}")
         module, example_inputs = load_target(target)
         import hapx
+        from hapx.report.progress import shown
 
-        found = hapx.plan(module, spec, example_inputs, strategy=allowed, optimizer=optimizer)
+        with shown() as progress:
+            found = hapx.plan(module, spec, example_inputs, strategy=allowed, optimizer=optimizer, progress=progress)
         typer.echo(str(found))
         if out is not None:
             found.save(out)
@@ -105,15 +107,34 @@ def plan(
 
 @app.command()
 def show(
-    file: Annotated[Path, PLAN_FILE], program: Annotated[bool, typer.Option(help="Print the program too, instruction by instruction.")] = False
+    file: Annotated[Path, PLAN_FILE],
+    communication: Annotated[bool, typer.Option("--communication", help="Every communication: form, bytes, time, what limits it.")] = False,
+    phases: Annotated[bool, typer.Option("--phases", help="What bounds each phase: which devices and why, or a link.")] = False,
+    why: Annotated[bool, typer.Option("--why", help="What the next best alternatives to the most expensive choices would cost.")] = False,
+    statistics: Annotated[bool, typer.Option("--statistics", help="What the search did and proved.")] = False,
+    program: Annotated[bool, typer.Option("--program", help="The program, instruction by instruction.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All of these but the program.")] = False,
 ) -> None:
-    """Prints a plan."""
+    """Explains a plan: layers, where time and memory go, the most expensive communications; by the options more, instead of these."""
     with _one_line():
+        from hapx.report.progress import shown
+        from hapx.report.show import REASONS, SECTIONS, overview
+
         found = _load(file)
-        typer.echo(str(found))
+        wanted = {"communication": communication, "phases": phases, "statistics": statistics}
+        if everything or not any((*wanted.values(), why, program)):
+            typer.echo(overview(found))
+        for name, section in SECTIONS.items():
+            if wanted[name] or everything:
+                typer.echo(f"\n{section(found)}")
+        if why or everything:
+            for reason in REASONS:
+                with shown() as progress:
+                    text = reason(found, progress)
+                if text is not None:
+                    typer.echo(f"\n{text}")
         if program:
-            typer.echo("")
-            typer.echo("\n\n".join(str(p) for stage in found.stages for p in stage.programs.values()))
+            typer.echo("\n" + "\n\n".join(str(p) for stage in found.stages for p in stage.programs.values()))
 
 
 @app.command()
@@ -134,20 +155,25 @@ def whatif(
     add: Annotated[list[str] | None, typer.Option(help='One more machine, as "2xA100-SXM4-40GB"; may be repeated.')] = None,
     bandwidth: Annotated[str | None, typer.Option(help='Of the links between machines, as "25 Gbit/s".')] = None,
 ) -> None:
-    """Plans the model of a plan again for a changed cluster and compares; without changes: is it faster without the slowest type of device?"""
+    """Plans the model of a plan again for a changed cluster and compares; without changes: is it faster without the slowest type of device?
+    Without any other type, or all machines of a name?"""
     with _one_line():
-        from hapx.report.whatif import changed, describe, slowest_type, whatif_table
+        from hapx.report.progress import shown
+        from hapx.report.whatif import changed, describe, fewer, taken_as, whatif_table
 
         found, drop, add = _load(file), drop or [], add or []
         clusters = {}
         if drop or add or bandwidth:
-            clusters[describe(drop, add, bandwidth)] = changed(found.cluster, drop, add, bandwidth)
-        slowest = slowest_type(found)
-        if slowest is not None and slowest not in drop:
-            clusters[f"without {slowest} (the slowest)"] = changed(found.cluster, [slowest])
+            wanted = changed(found.cluster, drop, add, bandwidth)
+            slowest = {name: c for name, c in fewer(found).items() if name.endswith("(the slowest)") and c.to_dict() != wanted.to_dict()}
+            clusters = {describe(drop, add, bandwidth): wanted, **slowest}
+        else:
+            clusters = fewer(found)
         if not clusters:
-            _fail("nothing to compare: all devices are of one type; allowed: --drop, --add, --bandwidth")
-        typer.echo(whatif_table(found, clusters))
+            _fail("nothing to compare: all devices are of one type in one machine; allowed: --drop, --add, --bandwidth")
+        with shown() as progress:
+            text = whatif_table(found, clusters, progress)
+        typer.echo("\n\n".join([text, *taken_as(found.cluster, add)]))
 
 
 @app.command()

@@ -16,7 +16,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,10 +32,12 @@ from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
+from hapx.progress import Teller, Watcher
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import iteration_time
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
+from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.problem import Problem, build
 from hapx.synth.search import attempt, too_small
 from hapx.synth.writer import Solution
@@ -100,12 +102,13 @@ class Counters:
     simulation_time: float = 0.0
     alternations: int = 0
     views: list[str] = field(default_factory=list)
+    tried: list[dict[str, Any]] = field(default_factory=list)  # per view: what came of it
     search: Statistics = field(default_factory=Statistics)
 
     def as_dict(self) -> dict[str, Any]:
         times = {name: getattr(self, name) for name in ("theory_time", "search_time", "problem_time", "balance_time", "simulation_time")}
-        counts = {name: getattr(self.search, name) for name in ("expansions", "generated", "dominated", "bounded", "unproven", "gap")}
-        return {**times, **counts, "alternations": self.alternations, "views": tuple(self.views)}
+        counts = {f.name: getattr(self.search, f.name) for f in fields(self.search)}
+        return {**times, **counts, "alternations": self.alternations, "views": tuple(self.views), "tried": tuple(map(dict, self.tried))}
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,8 @@ class Setting:
     given: Mapping[str, Placement] = field(default_factory=dict)
     fixed: Mapping[Cut, tuple[int, ...]] = field(default_factory=dict)
     start: Mapping[Row, tuple[float, ...]] | None = None
+    progress: Watcher | None = None
+    forbidden: Forbidden = NOTHING
 
 
 def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> list[Candidate]:
@@ -149,21 +154,34 @@ def _without_collections() -> Iterator[None]:
 def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None) -> list[Candidate]:
     found: list[Candidate] = []
     failures: list[HapError] = []
-    for mesh in views(setting.cluster, setting.rule) if meshes is None else meshes:
+    allowed = views(setting.cluster, setting.rule) if meshes is None else meshes
+    for number, mesh in enumerate(allowed, 1):
         began = time.perf_counter()
+        known = min((c.cost for c in found), default=float("inf"))
+        told = Teller(setting.progress, counters.search, mesh.name, number, len(allowed), known)
+        told("deriving rules")
         theory = derive(setting.graph, mesh)
         counters.theory_time += time.perf_counter() - began
         began = time.perf_counter()
+        outcome: dict[str, Any] = {"view": mesh.name}
         try:
-            found += _Alternation(setting, theory, counters).candidates(min((c.cost for c in found), default=float("inf")))
+            alternation = _Alternation(setting, theory, counters, told)
+            own = alternation.candidates(known)
+            found += own
+            outcome |= {"programs": len(own), "cost": min(c.cost for c in own), "hopeless": alternation.hopeless}
         except (InsufficientMemoryError, PlanError) as failure:
             failures.append(failure)
-        counters.search_time += time.perf_counter() - began
+            outcome["error"] = str(failure)
+        outcome["search_time"] = time.perf_counter() - began
+        counters.search_time += outcome["search_time"]
         counters.views.append(mesh.name)
+        counters.tried.append(outcome)
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
     ranked = _ranked(setting, found, counters)
     counters.search.gap = ranked[0].gap
+    for outcome in counters.tried[-len(allowed) :]:
+        outcome |= {"time": min((c.time for c in ranked if c.mesh.name == outcome["view"]), default=None)}
     return ranked
 
 
@@ -185,12 +203,14 @@ def _ranked(setting: Setting, found: list[Candidate], counters: Counters) -> lis
 class _Alternation:
     """Q <- A*(B), B <- LP(Q) on one mesh."""
 
-    def __init__(self, setting: Setting, theory: Theory, counters: Counters):
-        self.setting, self.theory, self.counters = setting, theory, counters
+    def __init__(self, setting: Setting, theory: Theory, counters: Counters, told: Teller):
+        self.setting, self.theory, self.counters, self.told = setting, theory, counters, told
         self.costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
         began = time.perf_counter()
-        self.problem: Problem = build(theory, self.costs, setting.rule, setting.given)
+        self.problem: Problem = build(theory, self.costs, setting.rule, setting.given, setting.forbidden)
         counters.problem_time += time.perf_counter() - began
+        self.problem.watch = told.watch()
+        self.hopeless = 0.0  # how many times as much as the best of the views before its first program costs, where that ended it
         self.capacity: Vector = np.asarray(self.costs.capacity)
         self.limits = tuple(self.capacity.tolist())
         self.kinds, self.sizes = self.costs.kinds, self.costs.sizes
@@ -246,13 +266,17 @@ class _Alternation:
         lengths, best = self._lengths(ratios), float("inf")
         for _ in range(MAX_ALTERNATIONS):
             self.counters.alternations += 1
+            self.told("searching", best)
             solution, goal, balanced = None, None, None
             for solution, fits in self._solutions(lengths, free):
                 goal = objective(solution.steps, solution.storage, len(self.sizes))
                 if fits:
                     self._keep(solution, goal, lengths, ratios)
                     best = min(best, solution.cost)
-                if not free or (fits and solution.cost > HOPELESS * known):
+                if not free:
+                    return
+                if fits and solution.cost > HOPELESS * known:
+                    self.hopeless = solution.cost / known
                     return
                 began = time.perf_counter()
                 balanced = balance(goal, self.sizes, self.capacity, ratios, self.costs.lengths_to_shares(self.fixed))
@@ -330,14 +354,14 @@ _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 def plan_graphs(
     graphs: Sequence[Graph], cluster: ClusterSpec, *,
     strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
-    keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0,
+    keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0, progress: Watcher | None = None,
 ) -> Plan:  # fmt: skip
-    """A plan for the first graph, which chooses mesh and storage, with further programs for the others."""
+    """A plan for the first graph, which chooses mesh and storage, with further programs for the others. progress: is told what is done."""
     graphs = list(map(discover, graphs))
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
     counters = Counters()
-    setting, best = _with_remat(Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer), counters)
+    setting, best = _with_remat(Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer, progress=progress), counters)
     told = {"capture_time": capture_time, "coverage": coverage(setting.graph).as_dict(), **counters.as_dict()}
     plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, told)
     for graph, key in zip(graphs[1:], named[1:], strict=True):
@@ -361,6 +385,7 @@ def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | N
 def plan_module(
     module: nn.Module, cluster: ClusterSpec, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None, strategy: str | Restriction = "auto",
     optimizer: str = "adamw", precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto", autocast: str | None = None,
+    progress: Watcher | None = None,
 ) -> Plan:  # fmt: skip
     """Captures a module and plans it. Never reads or changes its values."""
     if micro_batches not in ("auto", 1):
@@ -372,7 +397,8 @@ def plan_module(
     graph = capture(module, example_inputs, loss_fn=loss_fn)
     captured = time.perf_counter() - began
     return plan_graphs(
-        [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[key_of(graph, autocast)], capture_time=captured
+        [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[key_of(graph, autocast)], capture_time=captured,
+        progress=progress,
     )  # fmt: skip
 
 

@@ -77,6 +77,21 @@ def test_show(plan_file: Path) -> None:
     assert "{x:R}" in run("show", plan_file, "--program").stdout
 
 
+def test_show_explains(plan_file: Path) -> None:
+    overview = run("show", plan_file).stdout
+    for heading in ("layer ", "predicted iteration: ", "communication, the most expensive of ", "memory\n"):
+        assert heading in overview
+    sections = {"--communication": "communication; bytes: ", "--phases": "phases: ", "--statistics": "search: ", "--why": "why: "}
+    for option, heading in sections.items():
+        found = run("show", plan_file, option)
+        assert found.exit_code == 0 and not found.stderr  # no progress where there is no terminal
+        assert found.stdout.strip().startswith(heading)
+    everything = run("show", plan_file, "--all").stdout
+    assert everything.startswith(overview)
+    assert all(heading in everything for heading in sections.values())
+    assert max(map(len, everything.splitlines())) <= 120
+
+
 def test_simulate_writes_a_trace(plan_file: Path, tmp_path: Path) -> None:
     trace = tmp_path / "t.json"
     result = run("simulate", plan_file, "--trace", trace)

@@ -1,29 +1,32 @@
 """What a plan does to each layer: where its weights and activations are, and what is communicated for it.
 
 In: a plan. Out: one `Layer` per module of the model that computes something, in the order of the program; repeated modules that are treated
-alike are one row ("blocks.0-11.qkv"). A communication belongs to the module that uses its result.
+alike are one row ("blocks.0-11.qkv"; see `hapx.report.folding`). A communication belongs to the module that uses its result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hapx.ir import Kind, OpCall, TensorRef
 from hapx.plan import Axes, Communication, Plan, Program, Triple
-from hapx.report.words import Vocabulary, collective_text, ranges_text, size_text
-from hapx.states import Invariant, Partial, Placement, Property, Replicated, Sharded
+from hapx.report.folding import fold
+from hapx.report.pricing import modules_of
+from hapx.report.words import Vocabulary, collective_text, size_text
+from hapx.states import Invariant, Partial, Placement, Replicated, Sharded
 from hapx.transposes import backward_collective, forward_collective
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One row: a module path and phrases."""
+    """One row: a module path and phrases. `modules`: those that the row stands for."""
 
     module: str
     weights: tuple[str, ...]
     activations: tuple[str, ...]
     communication: tuple[str, ...]
+    modules: tuple[str, ...] = field(default=(), compare=False)
 
 
 def layers(plan: Plan) -> tuple[Layer, ...]:
@@ -31,6 +34,12 @@ def layers(plan: Plan) -> tuple[Layer, ...]:
     words, program = Vocabulary.of(plan), plan.stages[0].program
     storage = {name: s.copies[0].placement for name, s in plan.storage_of.items()}
     return collapse(_Collector(words, program, storage).rows())
+
+
+def collapse(rows: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Rows that differ in one number of their path only are one row, with a range of numbers in its place."""
+    folded = fold([(r.module, (r.weights, r.activations, r.communication)) for r in rows])
+    return tuple(replace(rows[members[0]], module=path, modules=tuple(rows[m].module for m in members)) for path, members in folded)
 
 
 @dataclass
@@ -49,34 +58,20 @@ class _Collector:
         self.drafts: dict[str, _Draft] = {}
 
     def rows(self) -> list[Layer]:
-        users = self._users()
+        modules = modules_of(self.program, self.graph)
         for instruction in self.program.instructions:
             triple = instruction.triple
             if triple.node is not None:
                 self._call(triple, self.drafts.setdefault(self.graph.nodes[triple.node].module, _Draft()))
-        for instruction in self.program.instructions:
+        for instruction, module in zip(self.program.instructions, modules, strict=True):
             triple = instruction.triple
             if isinstance(triple.body, tuple):
-                draft = self.drafts.setdefault(users.get(triple.post[0], self._made_in(triple.post[0].tensor)), _Draft())
-                self._conversion(triple, triple.body, draft)
+                self._conversion(triple, triple.body, self.drafts.setdefault(module, _Draft()))
         return [
             Layer(module, _weights(d.weights), tuple(d.activations), (*_moved(d.moved), *d.inside))
             for module, d in self.drafts.items()
             if d.weights or d.activations or d.moved
         ]
-
-    def _users(self) -> dict[Property, str]:
-        """The module that first uses a property."""
-        found: dict[Property, str] = {}
-        for instruction in self.program.instructions:
-            if instruction.triple.node is not None:
-                for p in instruction.triple.pre:
-                    found.setdefault(p, self.graph.nodes[instruction.triple.node].module)
-        return found
-
-    def _made_in(self, tensor: str) -> str:
-        made = self.graph.producer.get(tensor)
-        return self.graph.nodes[made].module if made is not None else ""
 
     def _call(self, triple: Triple, draft: _Draft) -> None:
         assert isinstance(triple.body, OpCall)
@@ -114,8 +109,10 @@ class _Collector:
             forward = forward_collective(step.source, step.target)
             backward = backward_collective(step.source, step.target) if step.gradient else None
             if forward or backward:
-                whole = after if isinstance(step.source, Sharded) else at
-                size = self.words.message_bytes(ref, whole, step.axis)
+                if forward == "all_to_all":  # what a device has before; other collectives: as it is whole along the axis
+                    size = self.words.held_bytes(ref, at)
+                else:
+                    size = self.words.message_bytes(ref, after if isinstance(step.source, Sharded) else at, step.axis)
                 twice = step.free and forward == "all_gather" and backward is not None
                 if twice:  # gathered again in backward
                     backward = f"all_gather + {backward}"
@@ -125,7 +122,7 @@ class _Collector:
             at = after
 
     def _what(self, ref: TensorRef, step: Communication) -> str:
-        over = f" over {self.words.mesh.axes[step.axis].name}" if len(self.words.mesh.axes) > 1 else ""
+        over = self.words.over(step.axis)
         if ref.kind is Kind.PARAMETER:
             synchronised = isinstance(step.source, Invariant) and isinstance(step.target, Replicated)
             return ("gradients" if synchronised else "weights") + over
@@ -147,30 +144,3 @@ def _moved(moved: Mapping[tuple[str, str | None, str | None], list[int]]) -> Ite
         else:
             parts = [f"{collective_text(name)} {size_text(size)}" if name else "-" for name, size in ((forward, there), (backward, back))]
             yield f"{what}: {' / '.join(parts)}"
-
-
-# ---- repeated modules ------------------------------------------------------------------------------------------------
-
-
-def collapse(rows: Iterable[Layer]) -> tuple[Layer, ...]:
-    """Rows that differ in one number of their path only are one row, with a range of numbers in its place."""
-    rows = list(rows)
-    for depth in range(max((r.module.count(".") + 1 for r in rows), default=0)):
-        rows = _collapse_at(rows, depth)
-    return tuple(rows)
-
-
-def _collapse_at(rows: list[Layer], depth: int) -> list[Layer]:
-    groups: dict[tuple[object, ...], list[Layer]] = {}
-    for row in rows:
-        parts = row.module.split(".")
-        numbered = depth < len(parts) and parts[depth].isdigit()
-        path = (*parts[:depth], None, *parts[depth + 1 :]) if numbered else tuple(parts)
-        groups.setdefault((path, replace(row, module="")), []).append(row)
-    merged = []
-    for members in groups.values():
-        parts = members[0].module.split(".")
-        if len(members) > 1:
-            parts[depth] = ranges_text(int(m.module.split(".")[depth]) for m in members)
-        merged.append(replace(members[0], module=".".join(parts)))
-    return merged

@@ -20,8 +20,9 @@ def render(table: Table) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
 
 
-def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
+def new_table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
+    """`right`: columns of numbers; `whole`: columns whose text, like numbers, is not broken into lines."""
     table = Table(box=RULED, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="none")
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold", no_wrap=column in whole or column in right)
     return table

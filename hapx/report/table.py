@@ -7,7 +7,6 @@ the plan, the cost model or the simulator; nothing is measured here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
 from typing import Any
 
 from hapx.cluster.spec import ClusterSpec
@@ -16,6 +15,7 @@ from hapx.layout import local_shape
 from hapx.plan import Plan, Stage
 from hapx.report.layers import layers
 from hapx.report.render import new_table, render
+from hapx.report.search import proven_lines
 from hapx.report.split import time_split
 from hapx.report.words import Vocabulary, ranges_text, share_text, size_text, time_text
 from hapx.states import Property, Sharded
@@ -24,12 +24,13 @@ from hapx.states import Property, Sharded
 def plan_table(plan: Plan, against: Plan | None = None) -> str:
     """The plan as text. `against`: a plan of the same model on the same cluster (an even split, say) whose time is shown for comparison."""
     if len(plan.stages) != 1:
-        return _stages(plan)
-    sections = [_title(plan), _devices(plan), _layers(plan), "\n".join(_times(plan, against))]
+        return stages_text(plan)
+    sections = [title(plan), devices_table(plan), _layers(plan), times_text(plan, against)]
     return "\n\n".join(sections)
 
 
-def _title(plan: Plan) -> str:
+def title(plan: Plan) -> str:
+    """One line: cluster, mesh, strategy; a second one where something is computed again."""
     cluster, mesh = plan.cluster, plan.stages[0].mesh
     axes = f" as {' x '.join(f'{a.size} {a.name}' for a in mesh.axes)}" if len(mesh.axes) > 1 else ""
     strategy = f"strategy {plan.restriction.name}, {plan.precision}, {plan.optimizer}"
@@ -51,16 +52,22 @@ def _remat(plan: Plan) -> str:
 # ---- devices -----------------------------------------------------------------------------------------------------------
 
 
-def _devices(plan: Plan) -> str:
+_Row = tuple[int, str, str, str, int | None, str]
+
+
+def devices_table(plan: Plan) -> str:
+    """One row per group of devices that have equal shares."""
     stage, cluster = plan.stages[0], plan.cluster
     batch = batch_sizes(plan)
-    rows = []
+    rows: list[_Row] = []
     for d in stage.devices:
         machine = cluster.machine_of(d).name
         rows.append((d, machine, cluster.devices[d].type, share_text(plan.shares[d]), batch[d] if batch else None, _memory(plan, cluster, d)))
     table = new_table("device", "machine", "type", "share", "batch", "memory", right=("share", "batch"))
-    for _, run in groupby(rows, key=lambda r: r[2:]):
-        members = list(run)
+    alike: dict[tuple[object, ...], list[_Row]] = {}
+    for row in rows:
+        alike.setdefault(row[2:], []).append(row)
+    for members in alike.values():
         first = members[0]
         machines = list(dict.fromkeys(m[1] for m in members))
         where = machines[0] if len(machines) == 1 else f"{machines[0]} .. {machines[-1]}"
@@ -124,7 +131,8 @@ def _layers(plan: Plan) -> str:
     return render(table)
 
 
-def _times(plan: Plan, against: Plan | None) -> list[str]:
+def times_text(plan: Plan, against: Plan | None = None) -> str:
+    """The predicted time and what it consists of, what was proven, what planning took."""
     lines = [f"predicted iteration: {time_split(plan)}"]
     if against is not None:
         faster = against.iteration_time / plan.iteration_time
@@ -133,11 +141,11 @@ def _times(plan: Plan, against: Plan | None) -> list[str]:
     if isinstance(baselines, dict) and baselines:
         known = [f"{name} {time_text(t)}" for name, t in baselines.items() if isinstance(t, int | float)]
         lines.append(f"baselines: {', '.join(known)}")
-    lines += coverage_lines(plan.statistics.get("coverage"))
+    lines += [*coverage_lines(plan.statistics.get("coverage")), *proven_lines(plan)]
     spent = {name.removesuffix("_time"): t for name, t in plan.statistics.items() if name.endswith("_time") and isinstance(t, int | float)}
     if spent:
         lines.append(f"planning took: {', '.join(f'{name} {time_text(t)}' for name, t in spent.items())}")
-    return lines
+    return "\n".join(lines)
 
 
 def coverage_lines(found: Any) -> list[str]:
@@ -153,7 +161,7 @@ def coverage_lines(found: Any) -> list[str]:
     ]
 
 
-def _stages(plan: Plan) -> str:
+def stages_text(plan: Plan) -> str:
     """A plan of several stages: what each has."""
     table = new_table("stage", "devices", "layers", "mesh")
     for i, stage in enumerate(plan.stages):

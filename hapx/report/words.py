@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
+from math import prod
 
 from hapx.ir import CONVOLUTIONS, Graph, Kind, TensorRef
 from hapx.layout import Lengths, local_shape
@@ -56,18 +57,22 @@ def shares_text(shares: Sequence[float]) -> str:
 
 def lengths_text(lengths: Sequence[int]) -> str:
     """Unequal lengths: "5:5:1:1"; long rows by runs, "21 x16 : 14 x48"."""
-    if len(lengths) <= 8:
-        return ":".join(map(str, lengths))
+    plain = ":".join(map(str, lengths))
     runs = [(value, len(list(run))) for value, run in groupby(lengths)]
-    if len(runs) > 6:
-        return f"{min(lengths)} to {max(lengths)}"
-    return " : ".join(f"{value} x{count}" for value, count in runs)
+    short = " : ".join(f"{value} x{count}" if count > 1 else str(value) for value, count in runs)
+    if len(lengths) <= 8:
+        return min(plain, short, key=len)
+    return short if len(runs) <= 6 else f"{min(lengths)} to {max(lengths)}"
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 4] -> "0-2,4"."""
+    """[0, 1, 2, 4] -> "0-2,4"; every second one, [1, 3, 5, 7] -> "1,3..7"."""
+    ordered = sorted(numbers)
+    steps = {b - a for a, b in pairwise(ordered)}
+    if len(ordered) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{ordered[0]},{ordered[1]}..{ordered[-1]}"
     parts = []
-    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+    for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
         members = [n for _, n in run]
         parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
     return ",".join(parts)
@@ -95,23 +100,31 @@ class Vocabulary:
     # ---- placements ------------------------------------------------------------------------------------------------
 
     def placement(self, ref: TensorRef, placement: Placement) -> str:
-        """Where a tensor is: one phrase per axis that does something."""
-        phrases = []
+        """Where a tensor is: one phrase per axis that does something, joined where axes split the same dim."""
+        phrases: list[str] = []
+        splits: dict[str, int] = {}
         for axis, state in enumerate(placement.states):
             if isinstance(state, Replicated | Invariant):
                 continue
-            over = f" over {self.mesh.axes[axis].name}" if len(self.mesh.axes) > 1 else ""
             if isinstance(state, Partial):
-                phrases.append(f"partial sums{over}")
+                phrases.append(f"partial sums{self.over(axis)}")
+                continue
+            what, how = self.dim(ref, state), f"{self._how(state)}{self.over(axis)}"
+            if what in splits:
+                phrases[splits[what]] += f" and {how}"
             else:
-                phrases.append(f"{self.dim(ref, state)} split {self._how(state)}{over}")
+                splits[what] = len(phrases)
+                phrases.append(f"{what} split {how}")
         return ", ".join(phrases) or "whole"
+
+    def over(self, axis: int) -> str:
+        """Along which axis, where there are several."""
+        return f" over {self.mesh.axes[axis].name}" if len(self.mesh.axes) > 1 else ""
 
     def shards(self, placement: Placement) -> str:
         """How a stored parameter is split, without the dim: nobody computes with the shards."""
         cuts = [(a, s) for a, s in enumerate(placement.states) if isinstance(s, Sharded)]
-        over = {a: f" over {self.mesh.axes[a].name}" if len(self.mesh.axes) > 1 else "" for a, _ in cuts}
-        return ", ".join(f"{self._how(s)}{over[a]}".replace("evenly", "split evenly") for a, s in cuts) or "whole"
+        return ", ".join(f"{self._how(s)}{self.over(a)}".replace("evenly", "split evenly") for a, s in cuts) or "whole"
 
     def _how(self, state: Sharded) -> str:
         lengths = self.lengths.get(state.cut)
@@ -164,8 +177,9 @@ class Vocabulary:
 
     def message_bytes(self, ref: TensorRef, placement: Placement, axis: int) -> int:
         """Bytes of a tensor as it is whole along `axis`, on the first device: what a collective over the axis moves or fills."""
-        size = 1
+        return self.held_bytes(ref, placement.with_state(axis, REPLICATED))
+
+    def held_bytes(self, ref: TensorRef, placement: Placement) -> int:
+        """Bytes of a tensor in `placement` on the first device."""
         first = (0,) * len(self.mesh.axes)
-        for n in local_shape(ref.shape, placement.with_state(axis, REPLICATED), self.mesh.sizes, self.lengths, first):
-            size *= n
-        return size * (ref.bytes // max(ref.size, 1))
+        return prod(local_shape(ref.shape, placement, self.mesh.sizes, self.lengths, first)) * (ref.bytes // max(ref.size, 1))

@@ -15,11 +15,14 @@ Invariant: both rules keep at least one optimal solution, so the first complete 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Generic, Protocol, TypeVar
 
 TOLERANCE = 1e-11
+EVERY = 200  # expansions between two calls of whoever watches
+
+Watch = Callable[[int, float, float | None], None]  # expansions since the last call, least estimate that is open, best solution known
 
 
 class Node(Protocol):
@@ -52,13 +55,18 @@ class Domain(Protocol[N]):
 
 @dataclass(slots=True)
 class Statistics:
-    """expansions: nodes expanded; generated: nodes made; dominated, bounded: nodes dropped by the two rules;
-    unproven: searches that ended with their budget; gap: by how much, relative, a solution may be above the best one, the largest of all."""
+    """expansions: nodes expanded; generated: nodes made; kept: those that the frontier of a search took in; dominated, bounded: dropped by the two
+    rules (bounded: also decisions that were not followed for it); unfit: dropped for a limit of the domain (memory); cut: dropped without proof, by
+    the width of a beam or with the budget; unproven: searches that ended with their budget; gap: by how much, relative, a solution may be above
+    the best one, the largest of all."""
 
     expansions: int = 0
     generated: int = 0
+    kept: int = 0
     dominated: int = 0
     bounded: int = 0
+    unfit: int = 0
+    cut: int = 0
     unproven: int = 0
     gap: float = 0.0
 
@@ -117,13 +125,16 @@ def beam(domain: Domain[N], width: int, statistics: Statistics, incumbent: N | N
                 front = fronts[successor.level] = fronts[successor.level] or Front(domain)
                 statistics.dominated += not front.admit(successor)
         following = fronts[level + 1]
-        nodes = heapq.nsmallest(width, following.nodes(), key=lambda n: n.estimate) if following is not None else []
+        left = following.nodes() if following is not None else []
+        statistics.cut += max(len(left) - width, 0)
+        nodes = heapq.nsmallest(width, left, key=lambda n: n.estimate)
     return min(nodes, key=lambda n: n.estimate, default=incumbent)
 
 
 def search(
-    domain: Domain[N], statistics: Statistics, incumbent: N | None = None, budget: int | None = None, tolerance: float = TOLERANCE
-) -> N | None:
+    domain: Domain[N], statistics: Statistics, incumbent: N | None = None, budget: int | None = None, tolerance: float = TOLERANCE,
+    watch: Watch | None = None,
+) -> N | None:  # fmt: skip
     """A solution that is optimal within `tolerance` (relative), or `incumbent` where nothing is better; None if there is no solution at all.
 
     budget: nodes to keep at most (four times as many while there is no solution); when it is spent, the best solution so far is returned
@@ -149,9 +160,12 @@ def search(
             break
         if budget is not None and count > (budget if best is not None else 4 * budget):
             statistics.unproven += 1
+            statistics.cut += len(queue) + 1
             least = estimate
             break
         statistics.expansions += 1
+        if watch is not None and statistics.expansions % EVERY == 0:
+            watch(EVERY, estimate, best.estimate if best is not None else None)
         for successor in domain.successors(node, limit):
             generated += 1
             if not fronts[successor.level].admit(successor):
@@ -164,6 +178,7 @@ def search(
                     best, limit = successor, min(limit, successor.estimate * (1 - tolerance))
                     least = min(least, limit)
     statistics.generated += generated
+    statistics.kept += count
     if best is not None:
         statistics.gap = max(statistics.gap, 1 - min(least, best.estimate) / best.estimate)
     return best

@@ -69,6 +69,7 @@ class Synthesis:
             self.fixed_memory = plus(self.fixed_memory, self.moves.values[kept.step.memory])
         self.repetition: Repetition = self.bound.relaxation.repetition
         self.only: Mapping[int, Mask] | None = None  # by id of a step class, the choices that are looked at
+        self.bounded = self.unfit = 0  # what was not followed: for the bound, for the limits
         self._alike: dict[int, list[tuple[int, int, int]] | None] = {}
         self._expanded: list[dict[tuple[int, int], list[tuple[Move, int]]]] = [{} for _ in problem.steps]
         self._parts: dict[int, list[tuple[int, int, int]]] = {}
@@ -87,6 +88,8 @@ class Synthesis:
         estimates = self.bound.choices(state.level, state.place, state.cost + self._priced(state.memory), state.forward, state.backward)
         allowed = self.only.get(id(self.problem.steps[state.level].kind)) if self.only is not None else None
         chosen = np.flatnonzero(estimates < limit if allowed is None else (estimates < limit) & allowed)
+        if allowed is None:
+            self.bounded += len(estimates) - len(chosen)
         if most is not None and len(chosen) > most:
             chosen = chosen[np.argsort(estimates[chosen], kind="stable")[:most]]
         reads = state.place & self.problem.steps[state.level].reads
@@ -170,6 +173,7 @@ class Synthesis:
         forward, backward, limits = state.forward, state.backward, self.limits
         memory = tuple(map(add, state.memory, effect.memory))
         if limits is not None and not all(map(le, map(add, memory, self._left[level]), limits)):
+            self.unfit += 1
             return
         cost = state.cost + effect.const
         if effect.forward_pre is None:
@@ -183,12 +187,15 @@ class Synthesis:
             cost += max(map(add, backward, effect.backward_pre))
             pb = effect.backward
         if cost >= limit:
+            self.bounded += 1
             return
         estimate = cost + max(pf) + max(pb)
         if bounded and level < self.depth:
             estimate = max(estimate, self.bound.estimate(cost + self._priced(memory), pf, pb, self.bound.rest(level, place)))
         if estimate < limit:
             yield State(level, place, cost, pf, pb, memory, estimate, state, move, rounds)
+        else:
+            self.bounded += 1
 
     def dominates(self, a: State, b: State) -> bool:
         if self.limits is not None and not all(map(le, a.memory, b.memory)):

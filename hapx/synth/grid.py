@@ -69,7 +69,7 @@ class Grid:
             found = []
             for p, q in self._neighbours(table, axis):
                 before, after = table.all_placements[p], table.all_placements[q]
-                variants = table.variants(before.states[axis], after.states[axis])
+                variants = table.variants(axis, before.states[axis], after.states[axis])
                 if variants and may_change(table.ref, before, after, axis):
                     found.append((p, q, len(every)))
                     every.append(Edge(table.ref, axis, before, after, variants))

@@ -13,7 +13,7 @@ Invariant: the choices of a step are exactly the triples of the theory that the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef
 from hapx.plan import Triple
 from hapx.restriction import Restriction
 from hapx.states import REPLICATED, Cut, Placement, Sharded
+from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.tables import StepTerms, TensorTable, numbered, shards
 from hapx.theory.triple import Theory
 
@@ -112,14 +113,17 @@ class Problem:
     triples: list[list[Triple]]
     classes: list[StepClass] = field(default_factory=list)
     seeds: list[Mapping[int, Any]] | None = None  # see `hapx.synth.seeds`; made when first searched
+    watch: Callable[[int, float, float | None], None] | None = None  # see `hapx.synth.astar.Watch`
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
     repetition: Any = None  # see `hapx.synth.periods`; made when first searched
     grid: Any = None  # see `hapx.synth.grid`; made when first searched
 
 
-def build(theory: Theory, costs: CostModel, restriction: Restriction, given: Mapping[str, Placement] | None = None) -> Problem:
-    """The problem of a theory. Raises PlanError where the restriction leaves a node without a triple."""
-    return _Builder(theory, costs, restriction, given or {}).problem()
+def build(
+    theory: Theory, costs: CostModel, restriction: Restriction, given: Mapping[str, Placement] | None = None, forbidden: Forbidden = NOTHING
+) -> Problem:
+    """The problem of a theory. Raises PlanError where the restriction, or what is forbidden, leaves a node without a triple."""
+    return _Builder(theory, costs, restriction, given or {}, forbidden).problem()
 
 
 def sources(graph: Graph) -> list[TensorRef]:
@@ -128,8 +132,8 @@ def sources(graph: Graph) -> list[TensorRef]:
 
 
 class _Builder:
-    def __init__(self, theory: Theory, costs: CostModel, restriction: Restriction, given: Mapping[str, Placement]):
-        self.theory, self.costs, self.rule, self.given = theory, costs, restriction, given
+    def __init__(self, theory: Theory, costs: CostModel, restriction: Restriction, given: Mapping[str, Placement], forbidden: Forbidden):
+        self.theory, self.costs, self.rule, self.given, self.forbidden = theory, costs, restriction, given, forbidden
         self.graph: Graph = theory.graph
         self.saved = kept(self.graph) if self.graph.mode == "train" else frozenset()
         self.again = converted_again(self.graph) if self.graph.mode == "train" else frozenset()
@@ -166,7 +170,7 @@ class _Builder:
     # -- what the restriction leaves -------------------------------------------------------------------------------------------------------------
 
     def _filter(self, node: int, triples: tuple[Triple, ...]) -> list[Triple]:
-        kept = self._forced(node, [t for t in triples if self._split_allowed(t)])
+        kept = self._forced(node, [t for t in triples if self._split_allowed(t) and not self.forbidden.triple(t)])
         sfb = [t for t in kept if isinstance(t.body, OpCall) and t.body.op == SFB]
         if self.rule.sfb == "never":
             kept = [t for t in kept if not (isinstance(t.body, OpCall) and t.body.op == SFB)]
@@ -250,10 +254,11 @@ class _Builder:
     def _table(self, name: str, ids: tuple[int, ...], shared: dict[Any, TensorTable]) -> TensorTable:
         ref = self.graph.refs[name]
         stored = tuple(self._id(p) for p in self.stored.get(name, ()))
-        key = (ref.shape, ref.dtype, ref.kind, ref.requires_grad, name in self.saved, name in self.again, ids, stored)
+        forbidden = self.forbidden.of(name)
+        key = (ref.shape, ref.dtype, ref.kind, ref.requires_grad, name in self.saved, name in self.again, ids, stored, forbidden)
         if key not in shared:
             shared[key] = TensorTable(ref, [self.placements[i] for i in ids], self.stored.get(name, ()), self.costs, self.terms, self.theory.mesh,
-                                      self.rule, self.graph.mode == "train")  # fmt: skip
+                                      self.rule, self.graph.mode == "train", forbidden)  # fmt: skip
         return shared[key]
 
     # -- steps -----------------------------------------------------------------------------------------------------------------------------------

@@ -95,7 +95,8 @@ def _limited(
     if len(problem.steps) <= EXACT:
         if best is not None:  # as an incumbent: with its seconds alone
             best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, best.parent, best.move)
-        best = search(Synthesis(problem, shares, limits, prices=found.prices), statistics, best, BUDGET)
+        domain = Synthesis(problem, shares, limits, prices=found.prices)
+        best = _counted(domain, statistics, search(domain, statistics, best, BUDGET, watch=problem.watch))
         cost = best.estimate if best is not None else cost
     elif best is not None:
         statistics.gap = max(statistics.gap, 1 - found.bound / cost)
@@ -139,11 +140,18 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
         domain.only = None
         best = beam(domain, WIDTH, statistics, best)
     unproven = statistics.unproven
-    best = search(domain, statistics, best, budget, _tolerance(problem) if tolerance is None else tolerance)
+    best = search(domain, statistics, best, budget, _tolerance(problem) if tolerance is None else tolerance, problem.watch)
     if found and statistics.unproven > unproven:
         best = beam(domain, WIDTH, statistics, best)
     if best is not None:
         problem.programs[:] = [best, *problem.programs[: REMEMBERED - 1]]
+    return _counted(domain, statistics, best)
+
+
+def _counted(domain: Synthesis, statistics: Statistics, best: State | None) -> State | None:
+    """`best`, once what the domain did not follow is counted."""
+    statistics.bounded += domain.bounded
+    statistics.unfit += domain.unfit
     return best
 
 

@@ -21,6 +21,7 @@ from hapx.plan import Communication, Mesh
 from hapx.restriction import Restriction
 from hapx.states import Invariant, Placement, Replicated, Sharded, State
 from hapx.synth.effect import Effect, Vector, effect
+from hapx.synth.forbidden import Change
 from hapx.theory.conversion import free, paths
 from hapx.transposes import forward_collective
 
@@ -97,9 +98,9 @@ class TensorTable:
     """Placements and conversions of all tensors like `ref`."""
 
     def __init__(self, ref: TensorRef, placements: Sequence[Placement], stored: Iterable[Placement], cost: CostModel, terms: TermTable, mesh: Mesh,
-                 rule: Restriction, training: bool):  # fmt: skip
+                 rule: Restriction, training: bool, forbidden: frozenset[Change] = frozenset()):  # fmt: skip
         self.ref, self.placements, self.cost, self.terms, self.mesh = ref, tuple(placements), cost, terms, mesh
-        self.rule, self.training = rule, training
+        self.rule, self.training, self.forbidden = rule, training, forbidden
         self.number = {p: i for i, p in enumerate(self.placements)}
         self._code()
         self.full = (1 << len(self.placements)) - 1
@@ -145,7 +146,7 @@ class TensorTable:
         if key not in self._edges:
             after = self.all_placements[target]
             steps = [path[0] for path in paths(self.ref, self.mesh, self.all_placements[source], after, self.rule.forms)]
-            found = [replace(c, free=True) if free else c for c in steps for free in self.variants(c.source, c.target)]
+            found = [replace(c, free=True) if free else c for c in steps for free in self.variants(c.axis, c.source, c.target)]
             self._edges[key] = tuple(
                 Edge(c, self._gathers(c.source, c.target), numbered(self.terms, self.cost.conversion(self.ref, (c,), after))) for c in found
             )
@@ -181,10 +182,12 @@ class TensorTable:
         self.codes = [tuple(number[a][p.states[a]] for a in axes) for p in self.all_placements]
         self.at_code = {code: i for i, code in enumerate(self.codes)}
 
-    def variants(self, source: State, target: State) -> tuple[bool, ...]:
+    def variants(self, axis: int, source: State, target: State) -> tuple[bool, ...]:
         """Whether what is gathered is freed: the allowed choices, none where there is no such conversion. A parameter gathered for use is kept for
         backward, or freed and gathered again. "as-used": a parameter is never gathered, and never stored whole for a use in shards; only gradients
         are synchronised."""
+        if (axis, type(source), type(target)) in self.forbidden:
+            return ()
         if self.parameter and self.rule.storage == "as-used":
             return (False,) if isinstance(source, Invariant) and isinstance(target, Replicated) else ()
         if not self.parameter or not self.training or forward_collective(source, target) != "all_gather" or self.rule.storage == "sharded-keep":

@@ -144,5 +144,6 @@ def test_where_the_time_goes() -> None:
         Event("update", "compute", (8.0, 8.0), (9.0, 8.5)),
     )  # fmt: skip
     split = split_of(Timeline(((0, 0), (1, 1)), events, 9.0))
-    assert split == TimeSplit(total=9.0, compute=5.0, communication=1.0, synchronisation=2.0, waiting=1.0, hidden=1.0)
+    assert split == TimeSplit(9.0, 2.0, 2.0, 1.0, 1.0, 0.0, synchronisation=2.0, waiting=1.0, hidden=1.0)
+    assert (split.compute, split.communication) == (5.0, 1.0)
     assert str(split) == "9 s = compute 5 s + communication 1 s + sync 2 s (+1 s hidden) + waiting 1 s"
