@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from hapx.cost.edges import Array
 from hapx.synth.effect import Vector
 from hapx.synth.moves import Moves
 from hapx.synth.problem import Problem
-from hapx.synth.relaxation import Array, Context, Relaxation, Use, Weighted
+from hapx.synth.relaxation import Context, Relaxation, Use, Weighted
 from hapx.synth.tables import TensorTable, bits
 
 
@@ -78,7 +79,7 @@ class Bound:
         key = level, place & step.reads, id(context)
         if key not in self._steps:
             weighted, then = self._weighted(context, level)
-            total = weighted.base + then
+            total = weighted.total(then)
             if level + 1 < context.bottom:
                 total = total + context.more
             for slot, shift, needs in zip(step.kind.slots, step.slot_shifts, weighted.needs, strict=True):
@@ -128,7 +129,7 @@ class Bound:
             at = use - len(found)
             weighted, then = self._weighted(context, at)
             if found:
-                value = (weighted.base + np.maximum(then, found[-1])).min(axis=0)
+                value = weighted.total(np.maximum(then, found[-1])).min(axis=0)
             else:
                 value = self._use(context, at, name, table, mask, weighted, then)
             found.append(value - context.more if at == context.bottom - 1 else value)
@@ -139,9 +140,9 @@ class Bound:
         step = self.problem.steps[level]
         slot = step.tensors.index(name)
         needs = weighted.needs[slot]
-        cost = weighted.base + self.relaxation.conversions(table)[list(bits(mask))].min(axis=0)[needs]
+        cost = self.relaxation.conversions(table)[list(bits(mask))].min(axis=0)[needs]
         if not step.kind.slots[slot].live:
-            return (cost + then).min(axis=0)  # type: ignore[no-any-return]
+            return (cost + weighted.total(then)).min(axis=0)  # type: ignore[no-any-return]
         rows, offset = self.relaxation.rows(context, level + 1)
         following = next(u for n, _, u in self._tracked[level + 1] if n == name)
         after: dict[int, Array] = {}
@@ -151,7 +152,7 @@ class Bound:
                 after[target] = self._available(context, level + 1, name, table, following, mask)
             else:
                 after[target] = rows[name][self._bounding(table, more)].max(axis=0) + offset
-        return (cost + np.maximum(then, np.array([after[t] for t in needs.tolist()]))).min(axis=0)  # type: ignore[no-any-return]
+        return (cost + weighted.total(np.maximum(then, np.array([after[t] for t in needs.tolist()])))).min(axis=0)  # type: ignore[no-any-return]
 
     def _weighted(self, context: Context, level: int) -> tuple[Weighted, Array]:
         key = id(context), level

@@ -125,7 +125,7 @@ class Weights:
     for both; last, all kinds alike."""
 
     def __init__(self, kinds: int):
-        one = range(kinds)
+        self.kinds, one = kinds, range(kinds)
         self.pairs = tuple(product(one, one)) if kinds <= FEW else tuple((k, k) for k in one)
         unit, alike = np.eye(kinds), np.full((1, kinds), 1.0 / kinds)
         self.forward = np.vstack([unit[[i for i, _ in self.pairs]], alike])
@@ -155,20 +155,29 @@ class Prices:
             np.add.at(total, at, np.where(joins[:, None], self.worst[term], apart))
         return total if self.memory is None else total + self.memory[layout.memory][:, None]
 
+    def compute(self, layout: Layout) -> Array:
+        """The part of `steps` that comes after communication."""
+        total: Array = self.forward[layout.forward] + self.backward[layout.backward]
+        return total
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Numbers of the terms of several steps. communication: (step, term, whether all kinds wait, whether it runs forward)."""
+    """Numbers of the terms of several steps. communication: (step, term, whether all kinds wait, whether it runs forward);
+    whether a step's communication ends a phase, forward and backward."""
 
     forward: Numbers
     backward: Numbers
     memory: Numbers
     communication: tuple[tuple[Numbers, Numbers, Mask, Mask], ...]
+    cuts_forward: Mask
+    cuts_backward: Mask
 
 
 def layout(steps: Sequence[StepTerms]) -> Layout:
     """Of steps in terms."""
     events = [(i, t, cuts or way == "synchronise", way == "forward") for i, step in enumerate(steps) for way, t, cuts in step.communication]
     columns = tuple(np.array(column) for column in zip(*events, strict=True))
+    ahead, back = (np.array([any(cuts and way == w for way, _, cuts in s.communication) for s in steps]) for w in ("forward", "backward"))
     forward, backward, memory = (np.array([getattr(s, name) for s in steps], dtype=np.int64) for name in ("forward", "backward", "memory"))
-    return Layout(forward, backward, memory, ((columns[0], columns[1], columns[2], columns[3]),) if events else ())
+    return Layout(forward, backward, memory, ((columns[0], columns[1], columns[2], columns[3]),) if events else (), ahead, back)

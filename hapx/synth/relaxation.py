@@ -24,13 +24,13 @@ Invariant: never more than the true cost of the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from hapx.cost.edges import Array, Mask, Numbers
 from hapx.synth.grid import Grid, Prices, Weights
 from hapx.synth.moves import Moves
 from hapx.synth.periods import Names, Repetition
@@ -41,18 +41,44 @@ from hapx.transposes import forward_collective
 LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
 DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
 PAIRS = 100  # sets of two placements that the tables have rows for, if there are not more of them
-Array = npt.NDArray[np.float64]
-Numbers = npt.NDArray[np.int64]
 Rows = dict[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
+class Cuts:
+    """Choices with communication of their own that ends a phase, forward and backward, and the compute that comes after it (choices x weights)."""
+
+    forward: Mask
+    backward: Mask
+    after: Array
+    pairs: int  # kinds, where every pair of them has a weight; else 0
+
+    def freed(self, rest: Array) -> Array:
+        """The compute and what follows it: in a new phase another kind may be the slowest, so any weight of that direction is a bound."""
+        total: Array = self.after + rest
+        both = self.forward & self.backward
+        if self.pairs:
+            grid = total[..., : self.pairs**2].reshape(*total.shape[:-1], self.pairs, self.pairs)
+            for cut, axis in ((self.forward & ~both, -2), (self.backward & ~both, -1)):
+                best = np.broadcast_to(grid.max(axis=axis, keepdims=True), grid.shape).reshape(*total.shape[:-1], -1)
+                best = np.concatenate([best, total[..., self.pairs**2 :]], axis=-1)
+                total = np.where(cut[:, None], best, total)
+        return np.where(both[:, None], total.max(axis=-1, keepdims=True), total)
+
+
+@dataclass(frozen=True, slots=True)
 class Weighted:
-    """A step class: weighted cost per choice (choices x weights); the placement that each choice needs of a slot, and gives of a result."""
+    """A step class: weighted cost per choice (choices x weights), without `cuts.after`; the placement that each choice needs of a slot, and gives of
+    a result."""
 
     base: Array
     needs: tuple[Numbers, ...]
     gives: tuple[Numbers, ...]
+    cuts: Cuts | None
+
+    def total(self, rest: Array) -> Array:
+        """(..., choice, weights) -> the bound before the step, conversions left out, by the bound after it."""
+        return self.base + (rest if self.cuts is None else self.cuts.freed(rest))
 
 
 class Use(NamedTuple):
@@ -123,7 +149,7 @@ class Relaxation:
         level = top
         while True:
             mine: Rows = {}
-            self._step(level, mine, rows[-1] if rows else self._base[top + 1], [u for u in uses if u.level == level])
+            self._step(level, mine, rows[-1] if rows else self._base[top + 1], [u for u in uses if u.level == level], self._offsets[top + 1])
             rows.append(mine)
             with np.errstate(invalid="ignore"):  # inf - inf: a placement from which nothing leads on adds nothing
                 added = np.concatenate([np.where(np.isfinite(b), mine[n] - b, np.inf) for n, b in self._base[level].items()])
@@ -133,6 +159,8 @@ class Relaxation:
             finite = np.where(np.isfinite(added), added, more)
             even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + self._base[level][""].max())).all())
             if level == 0 or (level <= bottom and even) or top - level >= self.deepest:
+                if any(self.cutting(s.kind) for s in self.problem.steps[:level]):
+                    more = np.full_like(more, more.min())  # see `_tabulate`
                 return Context(level, rows[::-1], self._offsets[top + 1], more if level <= bottom else np.zeros(len(self.weights)), uses)
             level -= 1
 
@@ -145,12 +173,14 @@ class Relaxation:
         for level in range(len(steps) - 1, -1, -1):
             later = level + repetition.period[level]
             names = repetition.names(level)
+            if self.cutting(steps[level].kind):  # what is larger by a number per weight may not be so before a cut
+                same = None
             if names is not None and same is not None and repetition.continues(level, names, same) and self._first(level) == self._first(later):
                 self._base[level] = {n: self._base[later][names.get(n, "")] for n in ("", *(n for n, t, _ in steps[level].live if not t.stored))}
                 self._offsets[level] = self._offsets[later] + delta
                 same = names
                 continue
-            self._step(level, self._base[level], self._base[level + 1], [])
+            self._step(level, self._base[level], self._base[level + 1], [], self._offsets[level + 1])
             self._offsets[level] = self._offsets[level + 1]
             found = self._constant(level, later, names) if names is not None else None
             same, delta = (names, found) if found is not None else (None, delta)
@@ -174,13 +204,18 @@ class Relaxation:
         known = {n for n, _, _ in step.live}
         return tuple(bool(s.table.stored) and s.fixed is None and n not in known for n, s in zip(step.tensors, step.kind.slots, strict=True))
 
-    def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use]) -> None:
+    def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use], offset: Array) -> None:
+        """The table before a step from that after it; `offset` is to be added to both."""
         step = self.problem.steps[level]
         weighted, then = self._choices(level, after, uses)
-        rows[""] = (weighted.base + then).min(axis=0, keepdims=True)
+        rows[""] = self._total(weighted, then, offset).min(axis=0, keepdims=True)
         for name, table, _ in step.live:
             if not table.stored:
-                rows[name] = self._value(step, name, table, weighted, then, after)
+                rows[name] = self._value(step, name, table, weighted, then, after, offset)
+
+    def _total(self, weighted: Weighted, rest: Array, offset: Array) -> Array:
+        """As `Weighted.total`, of bounds to which `offset` is to be added."""
+        return weighted.total(rest) if weighted.cuts is None else weighted.total(rest + offset) - offset
 
     def choices(self, context: Context, level: int) -> tuple[Weighted, Array]:
         """Of a step in a context: its choices, and the bound of what follows after each (as `rows`), without the values that are live."""
@@ -198,22 +233,20 @@ class Relaxation:
             inside = list(bits(use.mask))
             cost = self._direct(table)[inside].min(axis=0)
             cost[inside] = 0.0
-            weighted = Weighted(weighted.base + cost[weighted.needs[use.slot]], weighted.needs, weighted.gives)
+            weighted = replace(weighted, base=weighted.base + cost[weighted.needs[use.slot]])
         then = np.broadcast_to(after[""], weighted.base.shape)
         for name, result, gives in zip(step.outputs, step.kind.results, weighted.gives, strict=True):
             if result.live:
                 then = np.maximum(then, after[name][gives])
         return weighted, then
 
-    def _value(self, step: Step, name: str, table: TensorTable, weighted: Weighted, then: Array, after: Rows) -> Array:
+    def _value(self, step: Step, name: str, table: TensorTable, weighted: Weighted, then: Array, after: Rows, offset: Array) -> Array:
         if name not in step.tensors:
-            return (weighted.base[None] + np.maximum(then[None], after[name][:, None])).min(axis=1)  # type: ignore[no-any-return]
+            return self._total(weighted, np.maximum(then[None], after[name][:, None]), offset).min(axis=1)  # type: ignore[no-any-return]
         slot = step.tensors.index(name)
         needs = weighted.needs[slot]
-        cost = weighted.base[None] + self.conversions(table)[:, needs]
-        if step.kind.slots[slot].live:
-            return (cost + np.maximum(then[None], after[name][self._afterwards(table)[:, needs]])).min(axis=1)  # type: ignore[no-any-return]
-        return (cost + then[None]).min(axis=1)  # type: ignore[no-any-return]
+        rest = np.maximum(then[None], after[name][self._afterwards(table)[:, needs]]) if step.kind.slots[slot].live else then[None]
+        return (self.conversions(table)[:, needs] + self._total(weighted, rest, offset)).min(axis=1)  # type: ignore[no-any-return]
 
     def _weighted(self, kind: StepClass, first: tuple[bool, ...]) -> Weighted:
         """`first`: slots that are parameters used for the first time here."""
@@ -222,12 +255,29 @@ class Relaxation:
             last = [dict(reversed(c.needs)) for c in kind.choices]  # one placement per slot; a second one can only cost more
             needs = tuple(np.array([n[i] for n in last]) for i in range(len(kind.slots)))
             gives = tuple(np.array([c.gives[i] for c in kind.choices]) for i in range(len(kind.results)))
-            base = self.prices.steps(self.grid.of_class(kind))
+            base, cuts = self._own(kind)
             for slot, of_slot, own in zip(kind.slots, needs, first, strict=True):
                 if slot.fixed == 0 or own:
                     base = base + self._first_use(slot.table, slot.fixed == 0)[of_slot]
-            self._classes[key] = Weighted(base, needs, gives)
+            self._classes[key] = Weighted(base, needs, gives, cuts)
         return self._classes[key]
+
+    def _own(self, kind: StepClass) -> tuple[Array, Cuts | None]:
+        """What the choices of a class cost, without what comes after communication of their own that ends a phase, and that."""
+        layout = self.grid.of_class(kind)
+        base = self.prices.steps(layout)
+        if not self.cutting(kind):
+            return base, None
+        compute = self.prices.compute(layout)
+        cuts = (layout.cuts_forward, layout.cuts_backward)
+        either = (cuts[0] | cuts[1])[:, None]
+        pairs = self.weights.kinds if len(self.weights.pairs) == self.weights.kinds**2 else 0
+        return np.where(either, base - compute, base), Cuts(*cuts, np.where(either, compute, 0.0), pairs)
+
+    def cutting(self, kind: StepClass) -> bool:
+        """Whether a choice of a class communicates itself, ending a phase."""
+        layout = self.grid.of_class(kind)
+        return self.moves.capacity is None and bool(layout.cuts_forward.any() or layout.cuts_backward.any())
 
     def _first_use(self, table: TensorTable, once: bool) -> Array:
         """(target, weights) -> the least price of storing a parameter and having it in `target`."""
