@@ -31,6 +31,7 @@ from hapx.ir import Graph, Kind, Node, OpCall, Ref, TensorRef
 from hapx.layout import Lengths
 from hapx.plan import Axes, Communication, Form, Triple
 from hapx.states import REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded
+from hapx.theory.factors import gathered as gathered_factor
 from hapx.theory.triple import Theory
 from hapx.transposes import backward_collective, forward_collective
 
@@ -144,7 +145,7 @@ class CostModel:
         signature = self._signatures.get(triple.node)
         if signature is None:
             signature = self._signatures[triple.node] = self._number.of_value(self._signature(self.graph.nodes[triple.node]))
-        local = tuple(v for _, v in triple.body.args if isinstance(v, Axes)) if triple.body.target.startswith("hapx.") else ()
+        local = tuple(v for n, v in triple.body.args if isinstance(v, Axes) or n == "form") if triple.body.target.startswith("hapx.") else ()
         where = tuple([self._number.of_placement(p.placement) for p in (*triple.pre, *triple.post)])
         key = (signature, where, tuple([self._number(cut) for cut in triple.work]), local)
         if key not in self._by_form:
@@ -201,11 +202,11 @@ class CostModel:
     def _composite(self, node: Node, body: OpCall, placements: Mapping[str, Placement]) -> list[CommunicationCost]:
         """Communication inside the local bodies of composites (see `hapx.theory.ops`)."""
         found: list[CommunicationCost] = []
-        if body.target == "hapx.linear_sfb":
-            for ref in (self.graph.refs[node.call["input"].name], node.outputs[0]):
+        if (factor := gathered_factor(body)) is not None:
+            for ref in (self.graph.refs[factor], node.outputs[0]):
                 for axis in _axes(body, "gather"):
                     shard, whole = placements[ref.name], _whole_on(placements[ref.name], (axis,))
-                    form = Form(body.get("form", Form.PADDED))
+                    form = Form(body["form"])
                     self._add(found, "backward", axis, self.links[axis].all_gather(form, self._part(shard, ref.bytes), self._part(whole, ref.bytes)))
         elif body.target == "hapx.cross_entropy":
             target = self.graph.refs[node.call["target"].name]

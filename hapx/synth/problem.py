@@ -27,9 +27,8 @@ from hapx.plan import Triple
 from hapx.restriction import Restriction
 from hapx.states import REPLICATED, Cut, Placement, Sharded
 from hapx.synth.tables import StepTerms, TensorTable, numbered, shards
+from hapx.theory.factors import form_allowed, gathered
 from hapx.theory.triple import Theory
-
-SFB = "hapx.linear_sfb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +149,10 @@ class _Builder:
     # -- what the restriction leaves -------------------------------------------------------------------------------------------------------------
 
     def _filter(self, node: int, triples: tuple[Triple, ...]) -> list[Triple]:
-        kept = self._forced(node, [t for t in triples if self._split_allowed(t)])
-        sfb = [t for t in kept if isinstance(t.body, OpCall) and t.body.op == SFB]
+        kept = self._forced(node, [t for t in triples if self._split_allowed(t) and form_allowed(t.body, self.rule.forms)])
+        sfb = [t for t in kept if gathered(t.body) is not None]
         if self.rule.sfb == "never":
-            kept = [t for t in kept if not (isinstance(t.body, OpCall) and t.body.op == SFB)]
+            kept = [t for t in kept if gathered(t.body) is None]
         elif self.rule.sfb == "always" and sfb:
             kept = sfb
         if not kept:

@@ -184,7 +184,7 @@ def test_sufficient_factors_gather_in_backward_and_make_the_gradient_whole():
     cost, state = model(g), rows(g, mesh)
     plain = first_linear(g, mesh)
     call = g.nodes[0].call
-    body = OpCall("hapx.linear_sfb", (*call.args, ("gather", Axes((0,))), ("block", LocalBlock(0, placed(state)))))
+    body = OpCall("hapx.linear_sfb", (*call.args, ("gather", Axes((0,))), ("block", LocalBlock(0, placed(state))), ("form", "padded")))
     where = (plain.pre[0], plain.pre[1].__class__("w1", placed(INVARIANT)))
     sfb = cost.instruction(Triple(0, where, plain.post, body, plain.work))
     assert [(c.direction, c.cuts) for c in sfb.communication] == [("backward", True)] * 2
