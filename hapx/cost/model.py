@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
+from math import prod
 from operator import add
 from typing import Any, Literal
 
@@ -280,8 +281,9 @@ class CostModel:
 
     def _priced_step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
         """`_step`, once for all that cost the same: of the other axes only how they cut matters."""
-        others = tuple([-1 if not isinstance(s, Sharded) else self._number(s) for a, s in enumerate(after.states) if a != step.axis])
-        key = (ref.bytes, ref.kind is Kind.PARAMETER, ref.name in self._converted_again, self._number(step), others, after.nest)
+        parameter = ref.kind is Kind.PARAMETER  # of which buckets are summed over several axes together
+        others = tuple([self._number(s) if parameter or isinstance(s, Sharded) else -1 for a, s in enumerate(after.states) if a != step.axis])
+        key = (ref.bytes, parameter, ref.name in self._converted_again, self._number(step), others, after.nest)
         if key not in self._steps:
             self._steps[key] = self._step(ref, step, before, after)
         return self._steps[key]
@@ -314,9 +316,12 @@ class CostModel:
         return links.all_gather(step.form, self._part(shard, float(ref.bytes)), whole)
 
     def _in_bucket(self, ref: TensorRef, step: Communication, after: Placement) -> Term:
-        """A parameter's part of the all_reduce of a bucket of gradients: its volume, and its part of the bucket's latency."""
+        """A parameter's part of the all_reduce of a bucket of gradients: its volume, and its part of the bucket's latency. Where an axis further
+        inside shares the parameter out (it is summed there too, or stored in shards and gathered), each device there sums its part only; what
+        they scatter and gather is priced with that axis, as an all_reduce."""
         links = self.links[step.axis]
-        volume = links.all_reduce(self._part(after, float(ref.bytes)))
+        inside = prod(size for axis, size in enumerate(self.theory.mesh.sizes) if axis > step.axis and after.states[axis] == REPLICATED)
+        volume = links.all_reduce(self._part(after, float(ref.bytes) / inside))
         latency = links.all_reduce(self.view.constant(0.0))
         assert volume is not None and latency is not None
         spared = latency.pieces[0].scaled((min(1.0, ref.bytes / BUCKET_BYTES) - 1.0,) * len(self.kinds))

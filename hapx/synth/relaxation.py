@@ -253,7 +253,7 @@ class Relaxation:
         return self._converted[id(table)]
 
     def _direct(self, table: TensorTable) -> Array:
-        """Least weighted cost over all paths between any two placements: every order of the axes, the cheapest edge on each."""
+        """Least weighted cost over all paths between any two placements: every order of the axes, the cheapest edge on each; or through shards."""
         if id(table) in self._directs:
             return self._directs[id(table)]
         size, axes, w = len(table.all_placements), len(self.problem.theory.mesh.axes), len(self.weights)
@@ -281,6 +281,13 @@ class Relaxation:
                 cost += np.where((at >= 0)[..., None] & (after >= 0)[..., None], edge[a][at, after], np.inf)
                 at = after
             best = np.minimum(best, cost)
+        step: dict[int, Array] = {}
+        for p, q in table.all_shared():
+            for path in table.shared(p, q):
+                for e in path:
+                    if id(e) not in step:
+                        step[id(e)] = self._weigh(self.moves.edge(e))
+                best[p, q] = np.minimum(best[p, q], sum(step[id(e)] for e in path))
         self._directs[id(table)] = best + self._held(table) if self.moves.prices is not None else best
         return self._directs[id(table)]
 
