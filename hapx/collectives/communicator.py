@@ -63,6 +63,12 @@ class Communicator(Protocol):
     def all_reduce_async(self, t: Tensor) -> Handle:
         """Starts to sum the contiguous `t` in place; it may be used again after `wait`."""
 
+    def reduce_scatter_async(self, t: Tensor) -> Handle:
+        """Starts to sum the flat `t`, whose size the number of ranks divides; `wait` gives the own one of equal parts. `t` must not change before."""
+
+    def all_gather_async(self, t: Tensor) -> Handle:
+        """Starts to put the flat `t` of all ranks, equally long, one behind the other. `t` must not change before `wait`."""
+
     def barrier(self) -> None:
         """Returns when every rank has called it."""
 
@@ -214,6 +220,18 @@ class ProcessGroupCommunicator:
     def all_reduce_async(self, t: Tensor) -> Handle:
         assert t.is_contiguous() and t.dtype in _MOVABLE, (t.shape, t.stride(), t.dtype)
         return _Running(dist.all_reduce(t, group=self.group, async_op=True), t)
+
+    @lost_rank()
+    def reduce_scatter_async(self, t: Tensor) -> Handle:
+        assert t.dim() == 1 and t.is_contiguous() and t.dtype in _MOVABLE and t.numel() % self.size == 0, (t.shape, t.dtype, self.size)
+        own = t.new_empty(t.numel() // self.size)
+        return _Running(_reduce_scatter_equal(own, t, group=self.group, async_op=True), own)
+
+    @lost_rank()
+    def all_gather_async(self, t: Tensor) -> Handle:
+        assert t.dim() == 1 and t.is_contiguous() and t.dtype in _MOVABLE, (t.shape, t.dtype)
+        whole = t.new_empty(t.numel() * self.size)
+        return _Running(_gather_equal(whole, t, group=self.group, async_op=True), whole)
 
     @lost_rank()
     def barrier(self) -> None:

@@ -9,21 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hapx.collectives.batch_norm import batch_norm, instance_norm
-from hapx.collectives.blocks import gather_shards
-from hapx.collectives.communicator import Communicator
 from hapx.collectives.cross_entropy import cross_entropy
 from hapx.collectives.dropout import alpha_dropout, attention_dropout, dropout
+from hapx.collectives.factors import addmm_sfb, convolution_sfb, embedding_sfb, linear_sfb, matmul_sfb
 from hapx.collectives.indexing import gather, index
 from hapx.collectives.losses import mean_loss, nll_loss
-from hapx.layout import Block
-from hapx.plan import Form
 
 
 def embedding(weight: Tensor, indices: Tensor, padding_idx: int, offset: int) -> Tensor:
@@ -53,49 +48,12 @@ def weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
     return v * (g / v.square().sum(others, keepdim=dim != -1).sqrt())
 
 
-class _SufficientFactors(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gather: Communicator, block: Block, form: Form) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.gather, ctx.block, ctx.form, ctx.has_bias = gather, block, form, bias is not None
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        grad_x = cotangent @ weight if for_x else None
-        grad_weight = grad_bias = None
-        if for_weight or (ctx.has_bias and for_bias):
-            whole = gather_shards(cotangent, ctx.block, ctx.gather, ctx.form).flatten(0, -2)  # not -1: a width may be 0
-            if for_weight:
-                grad_weight = whole.T @ gather_shards(x, ctx.block, ctx.gather, ctx.form).flatten(0, -2)
-            if ctx.has_bias and for_bias:
-                grad_bias = whole.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def linear_sfb(
-    input: Tensor, weight: Tensor, bias: Tensor | None, gather: Communicator | None, block: Block | None, form: Form | str = Form.PADDED
-) -> Tensor:
-    """Linear with sufficient factor broadcasting (HAP section 4.3): input and result Sharded along a leading dim, weight and bias
-    Invariant. In backward both factors of the weight's gradient, the input and the output's cotangent, are gathered instead of the
-    gradient being reduced; every device computes it whole.
-
-    block: how the devices of `gather` cut the leading dim of `input`."""
-    if gather is None:
-        return F.linear(input, weight, bias)
-    assert block is not None and block.dim < input.dim() - 1, (block, tuple(input.shape))
-    result: Tensor = _SufficientFactors.apply(input, weight, bias, gather, block, Form(form))
-    return result
-
-
 COMPOSITES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         f"hapx.{function.__name__}": function
         for function in (
-            embedding, gather, index, cross_entropy, nll_loss, mean_loss, batch_norm, instance_norm, mean, linear_sfb, weight_norm, dropout,
-            alpha_dropout, attention_dropout,
+            embedding, gather, index, cross_entropy, nll_loss, mean_loss, batch_norm, instance_norm, mean, weight_norm, dropout, alpha_dropout,
+            attention_dropout, linear_sfb, matmul_sfb, addmm_sfb, convolution_sfb, embedding_sfb,
         )
     }
 )  # fmt: skip

@@ -126,6 +126,13 @@ class ThreadCommunicator:
             t.copy_(self.all_reduce(t))
         return _Done(t)
 
+    def reduce_scatter_async(self, t: Tensor) -> _Done:
+        assert t.dim() == 1 and t.numel() % self.size == 0, (t.shape, self.size)
+        return _Done(self.reduce_scatter(t, [t.numel() // self.size] * self.size))
+
+    def all_gather_async(self, t: Tensor) -> _Done:
+        return _Done(self.all_gather(t, [t.numel()] * self.size))
+
     def barrier(self) -> None:
         self._exchange("barrier", None, lambda _: None)
 

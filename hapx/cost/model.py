@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
+from math import prod
 from operator import add
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from hapx.ir import Graph, Kind, Node, OpCall, Ref, TensorRef
 from hapx.layout import Lengths
 from hapx.plan import Axes, Communication, Form, Triple
 from hapx.states import REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded, State
+from hapx.theory.factors import gathered as gathered_factor
 from hapx.theory.triple import Theory
 from hapx.transposes import backward_collective, forward_collective
 
@@ -153,7 +155,7 @@ class CostModel:
         signature = self._signatures.get(triple.node)
         if signature is None:
             signature = self._signatures[triple.node] = self._number.of_value(self._signature(self.graph.nodes[triple.node]))
-        local = tuple(v for _, v in triple.body.args if isinstance(v, Axes)) if triple.body.target.startswith("hapx.") else ()
+        local = tuple(v for n, v in triple.body.args if isinstance(v, Axes) or n == "form") if triple.body.target.startswith("hapx.") else ()
         where = tuple([self._number.of_placement(p.placement) for p in (*triple.pre, *triple.post)])
         key = (signature, where, tuple([self._number(cut) for cut in triple.work]), local)
         if key not in self._by_form:
@@ -210,11 +212,11 @@ class CostModel:
     def _composite(self, node: Node, body: OpCall, placements: Mapping[str, Placement]) -> list[CommunicationCost]:
         """Communication inside the local bodies of composites (see `hapx.theory.ops`)."""
         found: list[CommunicationCost] = []
-        if body.target == "hapx.linear_sfb":
-            for ref in (self.graph.refs[node.call["input"].name], node.outputs[0]):
+        if (factor := gathered_factor(body)) is not None:
+            for ref in (self.graph.refs[factor], node.outputs[0]):
                 for axis in _axes(body, "gather"):
                     shard, whole = placements[ref.name], _whole_on(placements[ref.name], (axis,))
-                    form = Form(body.get("form", Form.PADDED))
+                    form = Form(body["form"])
                     self._add(found, "backward", axis, self.links[axis].all_gather(form, self._part(shard, ref.bytes), self._part(whole, ref.bytes)))
         elif body.target == "hapx.cross_entropy":
             target = self.graph.refs[node.call["target"].name]
@@ -288,8 +290,9 @@ class CostModel:
 
     def _priced_step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
         """`_step`, once for all that cost the same: of the other axes only how they cut matters."""
-        others = tuple([-1 if not isinstance(s, Sharded) else self._number(s) for a, s in enumerate(after.states) if a != step.axis])
-        key = (ref.bytes, ref.kind is Kind.PARAMETER, ref.name in self._converted_again, self._number(step), others, after.nest)
+        parameter = ref.kind is Kind.PARAMETER  # of which buckets are summed over several axes together
+        others = tuple([self._number(s) if parameter or isinstance(s, Sharded) else -1 for a, s in enumerate(after.states) if a != step.axis])
+        key = (ref.bytes, parameter, ref.name in self._converted_again, self._number(step), others, after.nest)
         if key not in self._steps:
             self._steps[key] = self._step(ref, step, before, after)
         return self._steps[key]
@@ -333,13 +336,19 @@ class CostModel:
         return links.all_gather(step.form, self._part(shard, float(ref.bytes)), whole)
 
     def _in_bucket(self, ref: TensorRef, step: Communication, after: Placement) -> Term:
-        """A parameter's part of the all_reduce of a bucket of gradients: its volume, and its part of the bucket's latency."""
+        """A parameter's part of the all_reduce of a bucket of gradients: its volume, and its part of the bucket's latency. Where an axis further
+        inside shares the parameter out (it is summed there too, or stored in shards and gathered), each device there sums its part only; what
+        they scatter and gather is priced with that axis, as an all_reduce."""
         links = self.links[step.axis]
-        volume = links.all_reduce(self._part(after, float(ref.bytes)))
+        volume = links.all_reduce(self._part(after, float(ref.bytes) / self.sharers(step.axis, after)))
         latency = links.all_reduce(self.view.constant(0.0))
         assert volume is not None and latency is not None
         spared = latency.pieces[0].scaled((self.part_of_bucket(ref) - 1.0,) * len(self.kinds))
         return Term(tuple(p + spared for p in volume.pieces))
+
+    def sharers(self, axis: int, placement: Placement) -> int:
+        """Devices of axes further inside that share a parameter's gradient out among themselves before it is summed along `axis`."""
+        return prod(size for a, size in enumerate(self.theory.mesh.sizes) if a > axis and placement.states[a] == REPLICATED)
 
     def part_of_bucket(self, ref: TensorRef) -> float:
         """How much of a bucket of gradients a parameter fills, at most all of it."""

@@ -140,6 +140,14 @@ class ThrottledCommunicator:
         self.throttle.pay()
         return _ThrottledHandle(self.inner.all_reduce_async(t), self.throttle)
 
+    def reduce_scatter_async(self, t: Tensor) -> Handle:
+        self.throttle.pay()
+        return _ThrottledHandle(self.inner.reduce_scatter_async(t), self.throttle)
+
+    def all_gather_async(self, t: Tensor) -> Handle:
+        self.throttle.pay()
+        return _ThrottledHandle(self.inner.all_gather_async(t), self.throttle)
+
     def barrier(self) -> None:
         with self.throttle.outside():
             self.inner.barrier()

@@ -15,6 +15,7 @@ from hapx.report.folding import fold
 from hapx.report.pricing import modules_of
 from hapx.report.words import Vocabulary, collective_text, size_text
 from hapx.states import Invariant, Partial, Placement, Replicated, Sharded
+from hapx.theory.factors import gathered
 from hapx.transposes import backward_collective, forward_collective
 
 
@@ -84,10 +85,9 @@ class _Collector:
             if ref.size > 1 and ref.kind is Kind.VALUE and ref.requires_grad:
                 draft.activations[self.words.placement(ref, p.placement)] = None
         axes = [v for _, v in triple.body.args if isinstance(v, Axes) and v.axes]
-        if axes and triple.body.target == "hapx.linear_sfb":
-            source, target = (self.graph.refs[p.tensor] for p in (triple.pre[0], triple.post[0]))
-            axis = axes[0].axes[0]
-            size = self.words.message_bytes(source, triple.pre[0].placement, axis) + self.words.message_bytes(target, triple.post[0].placement, axis)
+        if (factor := gathered(triple.body)) is not None:
+            ends = next(p for p in triple.pre if p.tensor == factor), triple.post[0]
+            size = sum(self.words.message_bytes(self.graph.refs[p.tensor], p.placement, axes[0].axes[0]) for p in ends)
             draft.moved.setdefault(("sufficient factors", None, "all_gather"), [0, 0])[1] += size
         elif axes:
             draft.inside[f"small sums inside {triple.body.target.removeprefix('hapx.').replace('_', ' ')}"] = None

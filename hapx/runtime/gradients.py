@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hapx.collectives.communicator import Handle
 from hapx.runtime.local import Communicators
+from hapx.runtime.sums import STEPS, Sum, buffer_size, start
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -159,7 +159,7 @@ class Pass:
         self.present: dict[Key, None] = {}
         self.flat: dict[int, Tensor] = {}
         self.missing = [len(b.keys) for b in self.layout.buckets]
-        self.handles: list[tuple[tuple[Key, ...], Handle]] = []
+        self.sums: list[tuple[tuple[Key, ...], Sum]] = []
         self.launched = 0
 
     def enter(self, key: Key, parameter: Tensor) -> Tensor:
@@ -185,7 +185,8 @@ class Pass:
         slot = self.layout.slots[key]
         bucket = self.layout.buckets[slot.bucket]
         if slot.bucket not in self.flat:
-            self.flat[slot.bucket] = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
+            size = buffer_size(self.synchroniser.communicators, bucket.axes, bucket.size)
+            self.flat[slot.bucket] = torch.zeros(size, dtype=bucket.dtype, device=bucket.device)
         place = self.flat[slot.bucket][slot.start : slot.stop]
         with torch.no_grad():
             place += gradient.reshape(-1)
@@ -195,13 +196,18 @@ class Pass:
         self.missing[slot.bucket] -= 1
 
     def _launch(self) -> None:
-        """Start to sum the next bucket, if anything is in it."""
+        """Start to sum the next bucket, if anything is in it; the sums before it go one step further."""
         bucket, flat = self.layout.buckets[self.launched], self.flat.get(self.launched)
         if flat is not None:
+            self._advance()
             # shards of zero length are empty on the whole group: nothing to sum
-            handle = self.synchroniser.communicators[bucket.axes].all_reduce_async(flat) if flat.numel() else _Empty(flat)
-            self.handles.append((tuple(k for k in bucket.keys if k in self.present), handle))
+            running = start(self.synchroniser.communicators, bucket.axes, flat)
+            self.sums.append((tuple(k for k in bucket.keys if k in self.present), running))
         self.launched += 1
+
+    def _advance(self) -> None:
+        for _, running in self.sums:
+            running.advance()
 
     def _finish(self) -> None:
         """End of backward: what is left is summed too, in the order of the layout, and gradients become visible."""
@@ -220,22 +226,14 @@ class Pass:
             gradient = held.pop(key).contiguous()
             gradient = gradient if self.synchroniser.dtype is None else gradient.to(self.synchroniser.dtype)
             strangers.append((key, self.synchroniser.communicators[key[1]].all_reduce_async(gradient)))
-        for keys, handle in self.handles:
-            summed = handle.wait()
+        for _ in range(STEPS):  # all of them together, so that links inside and between machines are both busy
+            self._advance()
+        for keys, running in self.sums:
+            summed = running.wait()
             for key in keys:
                 self.synchroniser.add(key[0], summed[slots[key].start : slots[key].stop])
         for key, handle in strangers:
             self.synchroniser.add(key[0], handle.wait())
-
-
-class _Empty:
-    """Stands for the sum of tensors without elements."""
-
-    def __init__(self, t: Tensor):
-        self.t = t
-
-    def wait(self) -> Tensor:
-        return self.t
 
 
 class _Enter(torch.autograd.Function):

@@ -18,6 +18,7 @@ from hapx.ir import Kind, TensorRef
 from hapx.plan import Communication, Form
 from hapx.states import REPLICATED, Placement, Property
 from hapx.theory.conversion import free, paths, storages
+from hapx.theory.factors import form_allowed
 from hapx.theory.triple import Theory
 from hapx.transposes import forward_collective
 
@@ -60,7 +61,7 @@ class Enumeration:
         self.zero: Array = (0.0,) * len(costs.kinds)
         # prices are looked up many times; they are computed once, each from its own triple or path
         self._terms: dict[int, tuple[Term, Array]] = {}
-        self._instructions = [[(t, costs.instruction(t)) for t in ts] for ts in theory.triples]
+        self._instructions = [[(t, costs.instruction(t)) for t in ts if form_allowed(t.body, forms)] for ts in theory.triples]
         self._ways: dict[tuple[str, frozenset[Placement], Placement], list[tuple[frozenset[Placement], StepCost | None]]] = {}
 
     def run(self) -> Count:

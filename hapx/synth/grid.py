@@ -13,19 +13,22 @@ from itertools import permutations, product
 import numpy as np
 
 from hapx.cost.edges import Array, Edge, Mask, Numbers
+from hapx.states import Placement, Sharded
 from hapx.synth.problem import Problem, StepClass
 from hapx.synth.tables import StepTerms, TensorTable, Values
-from hapx.theory.conversion import may_change, storages
+from hapx.theory.conversion import INNER, OUTER, may_change, storages
 
 FEW = 3  # kinds up to which every pair of them has weights
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Edges of a table: source, target and number along each axis; and for each order of the axes, where paths are after each (-1: there is none)."""
+    """Edges of a table: source, target and number along each axis; and for each order of the axes, where paths are after each (-1: there is none);
+    source, target and three edges of every path through shards of the inner axis."""
 
     edges: tuple[tuple[Numbers, Numbers, Numbers], ...]
     turns: tuple[tuple[tuple[int, ...], tuple[Numbers, ...]], ...]
+    shared: Numbers
 
 
 class Grid:
@@ -60,6 +63,8 @@ class Grid:
                 cost += step[axis, at, after]
                 at = after
             best = np.minimum(best, np.where(possible[..., None], cost, np.inf))
+        sources, targets, *steps = paths.shared
+        best[sources, targets] = np.minimum(best[sources, targets], prices[steps[0]] + prices[steps[1]] + prices[steps[2]])
         return best
 
     def _paths(self, table: TensorTable, every: list[Edge]) -> Paths:
@@ -76,7 +81,7 @@ class Grid:
             made = np.array(found, dtype=np.int64).reshape(-1, 3).T
             edges.append((made[0], made[1], made[2]))
         if len(axes) == 1:
-            return Paths(tuple(edges), ())
+            return Paths(tuple(edges), (), np.zeros((5, 0), dtype=np.int64))
         lookup = np.full(codes.max(axis=0) + 2, -1)
         lookup[tuple(codes.T)] = np.arange(len(codes))
         n, turns = len(table.placements), []
@@ -87,7 +92,24 @@ class Grid:
                 at[:, :, axis] = codes[None, :n, axis]
                 path.append(lookup[tuple(np.moveaxis(at, 2, 0))])
             turns.append((order, tuple(path)))
-        return Paths(tuple(edges), tuple(turns))
+        return Paths(tuple(edges), tuple(turns), self._shared(table, every))
+
+    def _shared(self, table: TensorTable, every: list[Edge]) -> Numbers:
+        numbers: dict[tuple[Placement, Placement], int] = {}
+        found = []
+        whole_inside = [i for i, p in enumerate(table.placements) if not isinstance(p.states[INNER], Sharded)]
+        for p, q in permutations(whole_inside if len(table.placements[0].states) == 2 else (), 2):
+            passed = table.passed(p, q)
+            if not passed:
+                continue
+            steps = []
+            for axis, before, after in zip((INNER, OUTER, INNER), passed, passed[1:], strict=False):
+                number = numbers.setdefault((before, after), len(every))
+                if number == len(every):
+                    every.append(Edge(table.ref, axis, before, after, (False,)))
+                steps.append(number)
+            found.append((p, q, *steps))
+        return np.array(found, dtype=np.int64).reshape(-1, 5).T
 
     def _neighbours(self, table: TensorTable, axis: int) -> Iterator[tuple[int, int]]:
         """Pairs of placements that differ on one axis only."""

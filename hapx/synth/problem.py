@@ -28,9 +28,8 @@ from hapx.restriction import Restriction
 from hapx.states import REPLICATED, Cut, Placement, Sharded
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.tables import StepTerms, TensorTable, numbered, shards
+from hapx.theory.factors import form_allowed, gathered
 from hapx.theory.triple import Theory
-
-SFB = "hapx.linear_sfb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ class _Builder:
         numbers: dict[Any, int] = {}
         found = []
         for k, triples in enumerate(self.triples):
-            left = tuple([id(p.placement) for t in triples for p in (*t.pre, *t.post)])
+            left = tuple([id(p.placement) for t in triples for p in (*t.pre, *t.post)]), tuple([_form(t.body) for t in triples])
             key = (self.theory.alike[k], left) if self.theory.alike else (-1, k)
             found.append(numbers.setdefault(key, len(numbers)))
         return found
@@ -170,10 +169,11 @@ class _Builder:
     # -- what the restriction leaves -------------------------------------------------------------------------------------------------------------
 
     def _filter(self, node: int, triples: tuple[Triple, ...]) -> list[Triple]:
-        kept = self._forced(node, [t for t in triples if self._split_allowed(t) and not self.forbidden.triple(t)])
-        sfb = [t for t in kept if isinstance(t.body, OpCall) and t.body.op == SFB]
+        allowed = [t for t in triples if self._split_allowed(t) and form_allowed(t.body, self.rule.forms) and not self.forbidden.triple(t)]
+        kept = self._forced(node, allowed)
+        sfb = [t for t in kept if gathered(t.body) is not None]
         if self.rule.sfb == "never":
-            kept = [t for t in kept if not (isinstance(t.body, OpCall) and t.body.op == SFB)]
+            kept = [t for t in kept if gathered(t.body) is None]
         elif self.rule.sfb == "always" and sfb:
             kept = sfb
         if not kept:
@@ -385,6 +385,11 @@ class _Registers:
 
     def live(self) -> tuple[tuple[str, TensorTable, int], ...]:
         return tuple((name, table, shift) for name, (shift, table) in self.taken.items())
+
+
+def _form(body: Any) -> Any:
+    """The form of the gathers of sufficient factors, of which there is a triple for each."""
+    return body["form"] if gathered(body) is not None else None
 
 
 def _keys(slots: tuple[Slot, ...]) -> tuple[Any, ...]:

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
 from hapx.cost.table import TermTable
 from hapx.cost.terms import Shares, Term
 from hapx.ir import Kind, TensorRef
 from hapx.layout import compatible
-from hapx.plan import Communication, Mesh
+from hapx.plan import Communication, Form, Mesh
 from hapx.restriction import Restriction
 from hapx.states import Invariant, Placement, Replicated, Sharded, State
 from hapx.synth.effect import Effect, Vector, effect
 from hapx.synth.forbidden import Change
-from hapx.theory.conversion import free, paths
+from hapx.theory.conversion import direct_paths, free, shared_paths, shared_placements
 from hapx.transposes import forward_collective
 
 
@@ -114,6 +114,8 @@ class TensorTable:
         self._closure: dict[int, int] = {}
         self._held: dict[Placement, int] = {}
         self._edges: dict[tuple[int, int], tuple[Edge, ...]] = {}
+        self._shared: dict[tuple[int, int], tuple[tuple[Edge, ...], ...]] = {}
+        self._shared_edges: dict[tuple[int, int, int, int, Form], tuple[StepCost, Edge]] = {}
         self._conversions: dict[tuple[int, int, tuple[Communication, ...]], Conversion] = {}
 
     def closure(self, source: int) -> int:
@@ -124,7 +126,8 @@ class TensorTable:
         return self._closure[source]
 
     def between(self, source: int, target: int) -> Iterator[tuple[Edge, ...]]:
-        """The paths from source to target that the restriction allows: each axis that differs changes once, in any legal order."""
+        """The paths from source to target that the restriction allows: each axis that differs changes once, in any legal order; or through shards of
+        the inner axis."""
         one, other = self.codes[source], self.codes[target]
         changed = [a for a, (x, y) in enumerate(zip(one, other, strict=True)) if x != y]
         for order in permutations(changed):
@@ -139,13 +142,39 @@ class TensorTable:
                 at = after
             else:
                 yield from (path for path in product(*choices) if len({e.step.free for e in path if e.gathers}) < 2)
+        yield from self.shared(source, target)
+
+    def shared(self, source: int, target: int) -> tuple[tuple[Edge, ...], ...]:
+        """The paths through shards of the inner axis (see `hapx.theory.conversion.shared_paths`)."""
+        key = source, target
+        if key not in self._shared:
+            begin, end = self.placements[source], self.placements[target]
+            found = shared_paths(self.ref, self.mesh, begin, end, self.rule.forms) if self.passed(source, target) else ()
+            self._shared[key] = tuple(tuple(self._steps(path, begin)) for path in found)
+        return self._shared[key]
+
+    def passed(self, source: int, target: int) -> tuple[Placement, ...]:
+        """The placements on a path through shards of the inner axis; none if there is no such path, or it is forbidden."""
+        found = shared_placements(self.ref, self.mesh, self.placements[source], self.placements[target])
+        changes = [(a, p.states[a], q.states[a]) for p, q in pairwise(found) for a in range(len(p.states))]
+        return found if all(s == t or self.variants(a, s, t) for a, s, t in changes) else ()
+
+    def _steps(self, path: tuple[Communication, ...], at: Placement) -> Iterator[Edge]:
+        """The steps of a path; equal ones with equal costs are one edge."""
+        for step in path:
+            at = at.with_state(step.axis, step.target)
+            cost = self.cost.conversion(self.ref, (step,), at)
+            key = id(cost), step.axis, id(step.source), id(step.target), step.form
+            if key not in self._shared_edges:
+                self._shared_edges[key] = cost, Edge(step, False, numbered(self.terms, cost))
+            yield self._shared_edges[key][1]
 
     def edges(self, source: int, target: int) -> tuple[Edge, ...]:
         """Ways to change the one axis on which two placements differ."""
         key = source, target
         if key not in self._edges:
-            after = self.all_placements[target]
-            steps = [path[0] for path in paths(self.ref, self.mesh, self.all_placements[source], after, self.rule.forms)]
+            before, after = self.all_placements[source], self.all_placements[target]
+            steps = [path[0] for path in direct_paths(self.ref, self.mesh, before, after, self.rule.forms)]
             found = [replace(c, free=True) if free else c for c in steps for free in self.variants(c.axis, c.source, c.target)]
             self._edges[key] = tuple(
                 Edge(c, self._gathers(c.source, c.target), numbered(self.terms, self.cost.conversion(self.ref, (c,), after))) for c in found
@@ -168,7 +197,7 @@ class TensorTable:
 
     def free_path(self, source: int, target: int) -> tuple[Communication, ...]:
         """The path of a free conversion; any of them, none communicates."""
-        return paths(self.ref, self.mesh, self.placements[source], self.placements[target], self.rule.forms)[0]
+        return direct_paths(self.ref, self.mesh, self.placements[source], self.placements[target], self.rule.forms)[0]
 
     def _code(self) -> None:
         """Numbers the states of each axis, and adds placements that lie between the known ones (after one axis has changed)."""

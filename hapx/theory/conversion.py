@@ -3,6 +3,10 @@
 Every state converts to every other (the twenty pairs of `hapx.transposes`), forward and transposed. With several axes a path
 changes one axis at a time; which orders are legal follows from the nesting: the outer of two axes that split one dim alike may
 not enter or leave that state while the inner one splits it (the pieces would come out permuted).
+
+A direct path changes each axis at most once. On two levels, what the outer axis does to a tensor that is whole or Partial along the inner one
+is done by every device of the inner axis, over the same link between machines. A path through shards cuts the tensor along the inner axis first
+and puts it together last, so that the link carries it once:  reduce_scatter inside, all_reduce between machines, all_gather inside.
 """
 
 from __future__ import annotations
@@ -10,17 +14,27 @@ from __future__ import annotations
 from functools import cache
 from itertools import permutations, product
 
-from hapx.ir import FLOATING, TensorRef
+from hapx.ir import FLOATING, Kind, TensorRef
 from hapx.layout import compatible
 from hapx.plan import Communication, Form, Mesh
-from hapx.states import INVARIANT, Invariant, Partial, Placement, Replicated, Sharded, State
+from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded, State
 from hapx.transposes import backward_collective, forward_collective
 
+Path = tuple[Communication, ...]
+
+OUTER, INNER = 0, 1  # axes of a mesh of two levels
 # collectives whose form is a choice
 FORMED = frozenset({"all_gather", "reduce_scatter"})
+# collectives between machines that the devices of one may share
+SHARED = FORMED | {"all_reduce"}
 
 
-def paths(ref: TensorRef, mesh: Mesh, source: Placement, target: Placement, forms: frozenset[str]) -> tuple[tuple[Communication, ...], ...]:
+def paths(ref: TensorRef, mesh: Mesh, source: Placement, target: Placement, forms: frozenset[str]) -> tuple[Path, ...]:
+    """All paths from one placement to another: the direct ones, then those through shards of the inner axis."""
+    return (*direct_paths(ref, mesh, source, target, forms), *shared_paths(ref, mesh, source, target, forms))
+
+
+def direct_paths(ref: TensorRef, mesh: Mesh, source: Placement, target: Placement, forms: frozenset[str]) -> tuple[Path, ...]:
     """All paths that change each axis once, in every legal order and with every allowed form.
 
     `((),)` if nothing changes; `()` if there is no path."""
@@ -44,7 +58,7 @@ def _may_convert(ref: TensorRef, source: Placement, target: Placement) -> bool:
 
 
 @cache
-def _paths(gradient: bool, mesh: Mesh, source: Placement, target: Placement, forms: frozenset[str]) -> tuple[tuple[Communication, ...], ...]:
+def _paths(gradient: bool, mesh: Mesh, source: Placement, target: Placement, forms: frozenset[str]) -> tuple[Path, ...]:
     changed = [a for a, (s, t) in enumerate(zip(source.states, target.states, strict=True)) if s != t]
     found = []
     for order in permutations(changed):
@@ -63,6 +77,55 @@ def _paths(gradient: bool, mesh: Mesh, source: Placement, target: Placement, for
         else:
             found += [tuple(p) for p in product(*steps)]
     return tuple(dict.fromkeys(found))
+
+
+def shared_paths(ref: TensorRef, mesh: Mesh, source: Placement, target: Placement, forms: frozenset[str]) -> tuple[Path, ...]:
+    """The paths that cut along the inner axis before the outer one changes, and put together afterwards. Of values only: gradients of parameters
+    are summed so in any case (`hapx.runtime.sums`), and what is gathered of parameters is better stored in shards of both axes."""
+    passed = shared_placements(ref, mesh, source, target)
+    return _shared_paths(ref.requires_grad, passed, forms) if passed else ()
+
+
+def shares(mesh: Mesh, source: Placement, target: Placement) -> bool:
+    """Whether the devices of the inner axis can share what the outer one does."""
+    if len(mesh.axes) != 2 or mesh.uneven == INNER or min(mesh.sizes) == 1 or source.nest or target.nest:
+        return False
+    (s, inside), (t, after) = source.states, target.states
+    ends = (INVARIANT, REPLICATED) if isinstance(inside, Partial) else (inside,)
+    return s != t and not isinstance(inside, Sharded) and after in ends
+
+
+def shared_placements(ref: TensorRef, mesh: Mesh, source: Placement, target: Placement) -> tuple[Placement, ...]:
+    """The placements that such a path passes, source and target included; none if there is no such path."""
+    if ref.kind is not Kind.VALUE or not shares(mesh, source, target):
+        return ()
+    between = _inner_shards(ref.shape, mesh, source.states[OUTER], target.states[OUTER])
+    return _shared_placements(ref.requires_grad, source, target, between) if between is not None else ()
+
+
+@cache
+def _shared_placements(gradient: bool, source: Placement, target: Placement, between: Sharded) -> tuple[Placement, ...]:
+    (s, _), (t, _) = source.states, target.states
+    if not SHARED & {forward_collective(s, t), backward_collective(s, t) if gradient else None}:
+        return ()
+    passed = (source, source.with_state(INNER, between), target.with_state(INNER, between), target)
+    legal = all(_legal(a, b, axis) for a, b, axis in zip(passed, passed[1:], (INNER, OUTER, INNER), strict=False))
+    return passed if legal else ()
+
+
+@cache
+def _shared_paths(gradient: bool, passed: tuple[Placement, ...], forms: frozenset[str]) -> tuple[Path, ...]:
+    steps = [(axis, a.states[axis], b.states[axis]) for axis, a, b in zip((INNER, OUTER, INNER), passed, passed[1:], strict=False)]
+    choices = ([Communication(axis, a, b, f, gradient) for f in _choices(a, b, gradient, forms)] for axis, a, b in steps)
+    return tuple(product(*choices))
+
+
+@cache
+def _inner_shards(shape: tuple[int, ...], mesh: Mesh, *outside: State) -> Sharded | None:
+    """How the inner axis shares out a tensor: along the dim that can be cut most evenly, the first of those, but none that the outer axis cuts."""
+    size, taken = mesh.sizes[INNER], {s.dim for s in outside if isinstance(s, Sharded)}
+    found = [(-(-n // size) * size / n, dim) for dim, n in enumerate(shape) if n >= size and dim not in taken]
+    return Sharded(min(found)[1], 1, 1, Cut(mesh.row(INNER), shape[min(found)[1]])) if found else None
 
 
 def _forms(source: State, target: State, gradient: bool, forms: frozenset[str]) -> tuple[Form, ...]:

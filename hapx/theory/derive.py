@@ -17,6 +17,7 @@ from hapx.layout import compatible
 from hapx.plan import Mesh, Triple
 from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Placement, Property, Sharded, State
 from hapx.theory.discover import refuse
+from hapx.theory.factors import in_all_forms
 from hapx.theory.grains import Grains, find_grains, node_key, operands
 from hapx.theory.registry import LocalCall, Rule, Site, lookup
 from hapx.theory.triple import Theory
@@ -105,7 +106,8 @@ class _Derivation:
         for shape in shapes:
             body = _body(node, index, tensors, shape)
             assert body is not None, f"alike nodes differ: {node}"
-            found.append(Triple(index, named(tensors, shape.pre), named(node.outputs, shape.post), body, shape.work))
+            pre, post = named(tensors, shape.pre), named(node.outputs, shape.post)
+            found += [Triple(index, pre, post, call, shape.work) for call in in_all_forms(body)]
         return tuple(found), number
 
     def _key(self, index: int, tensors: tuple[TensorRef, ...]) -> object:

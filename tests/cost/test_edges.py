@@ -14,7 +14,7 @@ from hapx.ir import Kind, TensorRef
 from hapx.layout import compatible
 from hapx.plan import Axis, Mesh
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Sharded, State
-from hapx.theory.conversion import may_change, paths
+from hapx.theory.conversion import direct_paths, may_change
 from support.clusters import TWO_MACHINES
 from support.theories import described, mlp
 
@@ -48,7 +48,7 @@ def test_the_price_of_an_edge_is_that_of_its_cheapest_form(mesh: Mesh, kind: Kin
     prices = costs.edge_prices(edges, frozenset(forms)).at(shares, ways["forward"], ways["backward"])
     for edge, price in zip(edges, prices, strict=True):
         found = []
-        for path, free in product(paths(ref, mesh, edge.before, edge.after, frozenset(forms)), edge.free):
+        for path, free in product(direct_paths(ref, mesh, edge.before, edge.after, frozenset(forms)), edge.free):
             runs = costs.conversion(ref, (replace(path[0], free=free),), edge.after).communication
             total = np.zeros(3)
             for c in runs:

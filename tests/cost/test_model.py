@@ -11,7 +11,7 @@ from hapx.cluster.spec import DeviceType
 from hapx.cost.model import BUCKET_BYTES, CostModel
 from hapx.errors import HapError
 from hapx.ir import Graph, OpCall
-from hapx.plan import Axes, Form, LocalBlock, Mesh, Triple
+from hapx.plan import Axes, Communication, Form, LocalBlock, Mesh, Triple
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement
 from support.theories import GraphBuilder, cluster, converted, described, device_type, flat, mlp, placed, split, triple, two_level
 
@@ -133,6 +133,27 @@ def test_synchronisation_of_a_gradient_is_apart_and_shares_the_latency_of_its_bu
     assert sync.term.at({}) == pytest.approx([1.5 * large.refs["w1"].bytes / 1e9 + 4e-4] * 2)
 
 
+def test_gradients_of_both_axes_share_the_links_between_machines():
+    """Two machines of two devices: the inner axis sums all of it, the outer one half of it on each device, whichever comes first in the path."""
+    g, mesh = big(), two_level(2, 2)
+    cost = model(g, mesh, BOXES)
+    size = g.refs["w1"].bytes
+
+    def seconds(*order: int) -> list[float]:
+        path, at = [], placed(INVARIANT, INVARIANT)
+        for axis in order:
+            path.append(Communication(axis, INVARIANT, REPLICATED, Form.NONE, True))
+            at = at.with_state(axis, REPLICATED)
+        found = cost.conversion(g.refs["w1"], tuple(path), at).communication
+        assert [c.direction for c in found] == ["synchronise"] * len(order)
+        return [float(c.term.at({}).max()) for c in found]
+
+    (inner,), (outer,) = seconds(1), seconds(0)
+    assert outer == pytest.approx(size / 0.5e9 + 2e-4), "two groups share the card"
+    assert seconds(1, 0) == pytest.approx([inner, (outer - 2e-4) / 2 + 2e-4])
+    assert seconds(0, 1) == pytest.approx([outer, inner])
+
+
 def test_a_value_is_summed_in_backward_not_at_the_end():
     g = big()
     step = model(g).conversion(g.refs["a"], converted("a", placed(INVARIANT), placed(REPLICATED)).body, placed(REPLICATED))
@@ -184,7 +205,7 @@ def test_sufficient_factors_gather_in_backward_and_make_the_gradient_whole():
     cost, state = model(g), rows(g, mesh)
     plain = first_linear(g, mesh)
     call = g.nodes[0].call
-    body = OpCall("hapx.linear_sfb", (*call.args, ("gather", Axes((0,))), ("block", LocalBlock(0, placed(state)))))
+    body = OpCall("hapx.linear_sfb", (*call.args, ("gather", Axes((0,))), ("block", LocalBlock(0, placed(state))), ("form", "padded")))
     where = (plain.pre[0], plain.pre[1].__class__("w1", placed(INVARIANT)))
     sfb = cost.instruction(Triple(0, where, plain.post, body, plain.work))
     assert [(c.direction, c.cuts) for c in sfb.communication] == [("backward", True)] * 2

@@ -22,6 +22,7 @@ from hapx.ir import OpCall
 from hapx.plan import Axes, Communication, Form, Instruction, Plan, Program, Triple
 from hapx.runtime.build import Synchronise
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Invariant, Partial, Placement, Property, Sharded
+from hapx.theory.factors import gathered
 from hapx.transposes import TRANSPOSES
 from hapx.verify import verify
 from support.cases import CASES, MESHES, assert_case
@@ -42,11 +43,13 @@ def even(cut: Cut, size: int, rng: Random) -> tuple[int, ...]:
 
 
 def splits_batch(triple: Triple) -> bool:
-    """Every axis divides the work, and every operand that is cut is cut along its first dim; parameters are not."""
+    """Every axis divides the work, and every operand that is cut is cut along its first dim; parameters are not, and their gradients are summed."""
     states = [s for p in (*triple.pre, *triple.post) for s in p.placement.states]
     parameters = [s for p in triple.pre if is_parameter(p) for s in p.placement.states]
     along_batch = all(s.dim == 0 for s in states if isinstance(s, Sharded)) and not any(isinstance(s, Sharded) for s in parameters)
-    return all(triple.work) and along_batch and not any(isinstance(p.placement.states[0], Partial) for p in triple.pre)
+    return (
+        all(triple.work) and along_batch and gathered(triple.body) is None and not any(isinstance(p.placement.states[0], Partial) for p in triple.pre)
+    )
 
 
 def is_parameter(p: Property) -> bool:

@@ -88,11 +88,13 @@ def all_stored(plan: Plan) -> bool:
 
 
 def model_inside_batch(uses: Uses, plan: Plan) -> bool:
-    """Machines share the batch 3:1, the devices of a machine share the model."""
+    """Machines share the batch 3:1, the devices of a machine share the model, or in part the sequence."""
     found = divisions(plan)
     b = plan.graphs[plan.first].batch
     lengths = plan.stages[0].lengths[plan.first].values()
-    return plan.stages[0].mesh.sizes == (2, 2) and all(d == ("batch", "model") for d in found.values()) and (3 * b // 4, b // 4) in lengths
+    inside = set(found.values())
+    shared = ("batch", "model") in inside and inside <= {("batch", "model"), ("batch", "sequence")}
+    return plan.stages[0].mesh.sizes == (2, 2) and shared and (3 * b // 4, b // 4) in lengths
 
 
 CASES: dict[str, Case] = {

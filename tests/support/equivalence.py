@@ -26,6 +26,7 @@ from hapx.ir import Graph, Node, OpCall
 from hapx.plan import Form, Plan
 from hapx.runtime.executor import Executor
 from hapx.states import Sharded
+from hapx.theory.factors import gathered
 from support.pool import pool
 
 ModelFactory = Callable[[], nn.Module]
@@ -190,7 +191,7 @@ def uses_of(plan: Plan) -> Uses:
     stored = sum(any(isinstance(s, Sharded) for s in copy.placement.states) for st in plan.storage for copy in st.copies)
     return Uses(
         divided / max(total, 1), any(len(set(n)) > 1 for n in used), any(0 in n for n in used), frozenset(forms), stored, len(freed),
-        sum(i.triple.body.target == "hapx.linear_sfb" for i in program.instructions if isinstance(i.triple.body, OpCall)), frozenset(targets),
+        sum(gathered(i.triple.body) is not None for i in program.instructions), frozenset(targets),
     )  # fmt: skip
 
 

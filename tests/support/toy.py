@@ -15,7 +15,7 @@ from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef
 from hapx.layout import compatible
 from hapx.plan import Axis, Communication, Mesh, Triple
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Property, Sharded, State
-from hapx.theory.conversion import paths
+from hapx.theory.conversion import direct_paths
 from hapx.theory.triple import Theory
 from hapx.transposes import backward_collective, forward_collective
 
@@ -118,7 +118,7 @@ class ToyPrices:
         return np.array([self._least(edge, shares, forward, backward) for edge in self.edges]).reshape(len(self.edges), len(forward))
 
     def _least(self, edge: Edge, shares: Shares, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-        steps = [path[0] for path in paths(edge.ref, self.costs.mesh, edge.before, edge.after, self.forms)]
+        steps = [path[0] for path in direct_paths(edge.ref, self.costs.mesh, edge.before, edge.after, self.forms)]
         found = []
         for step in (replace(c, free=free) for c in steps for free in edge.free):
             costs = self.costs.conversion(edge.ref, (step,), edge.after).communication

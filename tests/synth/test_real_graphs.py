@@ -7,6 +7,7 @@ what is left of the theory is searched and enumerated in full.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from hapx.restriction import Restriction
 from hapx.states import Cut
 from hapx.synth.exhaustive import Enumeration
 from hapx.synth.search import synthesize
+from hapx.synth.writer import Solution
 from hapx.theory.derive import derive
 from hapx.theory.replay import replay
 from hapx.theory.triple import Theory
@@ -35,11 +37,11 @@ def device(flops: float) -> dict[str, object]:
     return {"flops": flops, "memory": "1 GiB", "memory_bandwidth": "1 GB/s", "kernel_latency": "1 us"}
 
 
-def cluster(per_machine: int) -> ClusterSpec:
+def cluster(per_machine: int, inter: Mapping[str, str] = LINK) -> ClusterSpec:
     """Two machines, the first four times as fast."""
     machines = [{"name": kind, "device": kind, "devices": per_machine} for kind in ("fast", "slow")]
     types = {"fast": device(4e7), "slow": device(1e7)}
-    return ClusterSpec.load({"name": "c", "machines": machines, "device_types": types, "network": {"inter": LINK, "intra": LINK}})
+    return ClusterSpec.load({"name": "c", "machines": machines, "device_types": types, "network": {"inter": inter, "intra": LINK}})
 
 
 class Proportional(dict[Cut, Vector]):
@@ -78,3 +80,26 @@ def test_equals_enumeration(mesh: Mesh, seed: int) -> None:
     assert count.programs >= 1000
     assert solution.cost == pytest.approx(count.cost, rel=1e-9)
     replay(solution.program, theory, solution.storage_of)
+
+
+def shared(solution: Solution) -> int:
+    """Conversions that go through shards of the inner axis."""
+    bodies = (i.triple.body for i in solution.program.instructions)
+    return sum(isinstance(b, tuple) and [c.axis for c in b] == [1, 0, 1] for b in bodies)
+
+
+def test_equals_enumeration_where_machines_are_far_apart() -> None:
+    """Paths through shards of the inner axis are part of the space, of its bound, and of what is best."""
+    used = 0
+    for seed in (24, 26, 28, 31, 33, 35):
+        graph = random_graph(seed, operators=6, linears=2, biases=False)
+        theory = thinned(derive(graph, SQUARE), seed, keep=2)
+        costs = CostModel(theory, cluster(2, {"bandwidth": "10 Mbit/s", "latency": "1 us"}), "fp32", "adamw", "train")
+        shares = Proportional(SQUARE, costs)
+        count = Enumeration(theory, costs, shares, forms=PADDED).run()
+        solution = synthesize(theory, costs, shares, restriction=Restriction(forms=PADDED))
+        print(f"graph {seed}: {count.programs} legal programs, {shared(solution)} conversions through shards")
+        assert solution.cost == pytest.approx(count.cost, rel=1e-9)
+        replay(solution.program, theory, solution.storage_of)
+        used += shared(solution) > 0
+    assert used >= 1

@@ -7,7 +7,8 @@ import pytest
 from hapx.ir import Kind, TensorRef
 from hapx.plan import Communication, Form
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Placement, State
-from hapx.theory.conversion import ALL_FORMS, free, paths, step_is_legal
+from hapx.theory.conversion import ALL_FORMS, free, paths, shared_paths, step_is_legal
+from hapx.transposes import forward_collective
 from support.theories import flat, placed, split, two_level
 
 ONE, TWO = flat(2), two_level(2, 2)
@@ -62,7 +63,37 @@ def orders(source: Placement, target: Placement) -> list[tuple[int, ...]]:
 
 
 def test_independent_axes_change_in_any_order() -> None:
-    assert orders(placed(PARTIAL, PARTIAL), placed(INVARIANT, INVARIANT)) == [(0, 1), (1, 0)]
+    assert orders(placed(PARTIAL, PARTIAL), placed(INVARIANT, INVARIANT)) == [(0, 1), (1, 0), (1, 0, 1)]
+
+
+def test_a_sum_over_two_levels_goes_through_shards() -> None:
+    (path,) = shared_paths(X, TWO, placed(PARTIAL, PARTIAL), placed(INVARIANT, INVARIANT), PADDED)
+    at = placed(PARTIAL, PARTIAL)
+    for step in path:
+        assert step_is_legal(X, at, step)
+        at = at.with_state(step.axis, step.target)
+    names = [(c.axis, forward_collective(c.source, c.target)) for c in path]
+    assert names == [(1, "reduce_scatter"), (0, "all_reduce"), (1, "all_gather")]
+    assert at == placed(INVARIANT, INVARIANT)
+
+
+def test_what_the_inner_axis_can_share() -> None:
+    """Gathers, sums and scattered sums between machines, of values that are whole or Partial inside; not what is free or cut inside already."""
+
+    def count(source: Placement, target: Placement, ref: TensorRef = X) -> int:
+        return len(shared_paths(ref, TWO, source, target, ALL_FORMS))
+
+    whole, invariant = placed(REPLICATED, REPLICATED), placed(INVARIANT, INVARIANT)
+    assert count(placed(OUTER, REPLICATED), whole) == 3, "three forms between machines"
+    assert count(placed(PARTIAL, REPLICATED), placed(OUTER, REPLICATED)) == 3
+    assert count(placed(PARTIAL, INVARIANT), invariant) == count(placed(PARTIAL, PARTIAL), whole) == 1
+    assert count(whole, placed(OUTER, REPLICATED)) == count(placed(REPLICATED, PARTIAL), invariant) == 0
+    assert count(placed(OUTER, split(TWO, 1, 1, 6)), whole) == count(whole, whole) == 0
+    assert count(placed(PARTIAL, PARTIAL), invariant, TensorRef("w", (8, 6), "float32", Kind.PARAMETER, True)) == 0
+    assert count(placed(PARTIAL, PARTIAL), invariant, TensorRef("s", (1,), "float32", Kind.VALUE, True)) == 0, "nothing to share out"
+    even = TensorRef("y", (7, 6), "float32", Kind.VALUE, True)
+    (path,) = shared_paths(even, TWO, placed(PARTIAL, PARTIAL), invariant, PADDED)
+    assert getattr(path[0].target, "dim", None) == 1, "6 columns can be halved, 7 rows cannot"
 
 
 def test_the_outer_of_two_nested_axes_moves_only_while_the_inner_one_does_not_cut() -> None:

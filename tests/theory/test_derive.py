@@ -67,7 +67,15 @@ def test_integers_and_constants_have_no_invariant() -> None:
     b.parameter("w", 10, 6)
     b.call("e", "aten.embedding.default", (4, 6), weight="w", indices="ids", padding_idx=-1, scale_grad_by_freq=False, sparse=False)
     b.call("loss", "aten.sum.default", (), self="e", dtype=None)
-    assert rules(b.graph("loss"), 0) == {"R R -> R", "I R -> I", "R S0[4] -> S0[4]", "S1[6] R -> S1[6]", "S0[10] R -> P", "P R -> P"}
+    assert rules(b.graph("loss"), 0) == {
+        "R R -> R",
+        "I R -> I",
+        "R S0[4] -> S0[4]",
+        "I S0[4] -> S0[4]",
+        "S1[6] R -> S1[6]",
+        "S0[10] R -> P",
+        "P R -> P",
+    }
 
 
 def test_storage_is_whole_as_used_or_cut_for_keeping() -> None:

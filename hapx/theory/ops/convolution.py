@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hapx.ir import FLOATING, OpCall, TensorRef
-from hapx.plan import LocalSize
+from hapx.ir import FLOATING, OpCall, TensorRef, Value
+from hapx.plan import LocalShape, LocalSize
 from hapx.states import PARTIAL, REPLICATED, Placement, Sharded
+from hapx.theory.factors import VARIANT, factor_rules, factored
 from hapx.theory.registry import Context, LocalCall, OpEntry, Rule, Site, Slot, register
 
 PLAIN = """aten.conv1d.default aten.conv2d.default aten.conv3d.default aten.conv1d.padding aten.conv2d.padding aten.conv3d.padding
@@ -24,7 +25,7 @@ def is_transposed(call: OpCall) -> bool:
     return "transpose" in call.op or bool(call.get("transposed"))
 
 
-def each(value: object, dim: int) -> object:
+def each(value: Value, dim: int) -> Value:
     """The argument's number for one spatial dim: one number stands for all."""
     return value[dim % len(value)] if isinstance(value, tuple) else value
 
@@ -48,6 +49,8 @@ def convolution_rules(context: Context) -> Iterable[Rule]:
     for dim in range(channel):
         for outer in context.outers([(source, dim), (out, dim)]):
             yield from _rule(context, Site(dim, outer), REPLICATED, REPLICATED, Site(dim, outer))
+    if weight.requires_grad:
+        yield from factor_rules(context, 0, range(channel))
     yield from _channels(context, channel)
     for i in range(len(weight.shape) - 2):
         dim = channel + 1 + i
@@ -108,11 +111,25 @@ def local_groups(groups: int, placement: Placement, axes: Iterable[int]) -> Loca
     return LocalSize(groups, Placement(tuple(states), placement.nest))
 
 
-def convolution_body(local: LocalCall) -> OpCall:
-    axes = local.axes("groups")
-    if not axes:
-        return local.node.call
-    return local.node.call.replace(groups=local_groups(local.node.call["groups"], local.pre[0], axes))
+def convolution_body(local: LocalCall) -> OpCall | None:
+    axes, call = local.axes("groups"), local.node.call
+    if axes:
+        call = call.replace(groups=local_groups(call["groups"], local.pre[0], axes))
+    return factored(local, "hapx.convolution_sfb", 0, _written_out(local, call)) if local.axes(VARIANT) else call
+
+
+def _written_out(local: LocalCall, call: OpCall) -> Iterable[tuple[str, Value]]:
+    """The arguments of any convolution as those of the composite: a number per dim of the image, and no names of paddings."""
+    kernel, out = local.operands[1].shape[2:], local.node.outputs[0]
+    numbers = {name: tuple(each(call.get(name, 0), i) for i in range(len(kernel))) for name in ("stride", "dilation", "output_padding")}
+    padding, excess = call["padding"], (0,) * len(kernel)
+    if isinstance(padding, str):
+        both = [int(d) * (k - 1) if padding == "same" else 0 for d, k in zip(numbers["dilation"], kernel, strict=True)]
+        padding, excess = tuple(n // 2 for n in both), tuple(n % 2 for n in both)
+    yield from ((name, call[name]) for name in ("input", "weight", "bias"))
+    yield from (("stride", numbers["stride"]), ("padding", tuple(each(padding, i) for i in range(len(kernel)))), ("dilation", numbers["dilation"]))
+    yield from (("transposed", is_transposed(call)), ("output_padding", numbers["output_padding"]), ("groups", call["groups"]))
+    yield from (("excess", excess), ("shape", LocalShape(out.shape, local.post[0])))
 
 
 register(
@@ -122,5 +139,6 @@ register(
         convolution_body,
         sum="input channels",
         linear="input bias | weight bias",
+        composites=("hapx.convolution_sfb",),
     )
 )

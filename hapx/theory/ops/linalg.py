@@ -4,49 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hapx.ir import FLOATING, OpCall
-from hapx.plan import Axes, LocalBlock, LocalIndices
-from hapx.states import INVARIANT, PARTIAL, REPLICATED, Placement, Sharded
-from hapx.theory.registry import Context, LocalCall, Rule, Site, Slot, op
+from hapx.ir import FLOATING, OpCall, TensorRef
+from hapx.plan import LocalIndices
+from hapx.states import PARTIAL, REPLICATED
+from hapx.theory.factors import VARIANT, factor_rules, factored
+from hapx.theory.registry import Context, LocalCall, Rule, op
 
-# --- sufficient factor broadcasting (HAP section 2.2) ---------------------------------------------------------------
+# --- products with sufficient factors -----------------------------------------------------------------------------------
 
 
-def linear_sfb_rules(context: Context) -> Iterable[Rule]:
-    """Rows of the input split, parameters Invariant: backward gathers input and output cotangent instead of reducing gradients."""
-    source, weight, bias = context.operands[0], context.operands[1], context.operands[2:]
-    if not (weight.requires_grad and all(b.requires_grad for b in bias) and len(source.shape) > 1):
-        return
-    for dim in range(len(source.shape) - 1):
-        for outer in context.outers([(source, dim), (context.node.outputs[0], dim)]):
-            if source.shape[dim] % outer == 0 and source.shape[dim] // outer > 1:
-                parameters: tuple[Slot, ...] = (INVARIANT,) * (1 + len(bias))
-                yield Rule((Site(dim, outer), *parameters), (Site(dim, outer),), "sfb", divides=True)
+def linear_factors(context: Context) -> Iterable[Rule]:
+    """Leading dims of the input."""
+    if context.operands[1].requires_grad:
+        yield from factor_rules(context, 0, range(len(context.operands[0].shape) - 1))
 
 
 def linear_body(local: LocalCall) -> OpCall | None:
-    axes = local.axes("sfb")
-    if not axes:
+    if not local.axes(VARIANT):
         return local.node.call
-    if len(axes) > 1:
-        return None  # one gather per instruction
-    (axis,) = axes
-    if not _gatherable(local.pre[0], axis):
-        return None
-    for other in range(len(local.variants)):
-        # an Invariant parameter on another axis would need its own gather
-        if other != axis and local.pre[1].states[other] == INVARIANT and local.pre[0].states[other] != INVARIANT:
-            return None
-    block = LocalBlock(axis, local.pre[0])
-    return OpCall("hapx.linear_sfb", (*local.node.call.args, ("gather", Axes(axes)), ("block", block)))
+    return factored(local, "hapx.linear_sfb", 0, local.node.call.args)
 
 
-def _gatherable(placement: Placement, axis: int) -> bool:
-    """Whether no other axis cuts what `axis` has cut: the outer of two nested axes cannot be gathered while the inner one is cut."""
-    mine, order = placement.states[axis], placement.order()
-    assert isinstance(mine, Sharded)
-    later = (placement.states[b] for b in order[order.index(axis) + 1 :])
-    return not any(isinstance(s, Sharded) and s.same_split(mine) for s in later)
+def matmul_factors(context: Context) -> Iterable[Rule]:
+    """Leading dims of what is multiplied with a matrix."""
+    left, right = context.operands
+    if right.requires_grad and len(right.shape) == 2:
+        yield from factor_rules(context, 0, range(len(left.shape) - 1))
+
+
+def matmul_body(local: LocalCall) -> OpCall | None:
+    if not local.axes(VARIANT):
+        return local.node.call
+    call = local.node.call
+    return factored(local, "hapx.matmul_sfb", 0, (("self", call["self"]), ("other", call.get("other", call.get("mat2")))))
+
+
+def addmm_factors(context: Context) -> Iterable[Rule]:
+    """Rows of the first factor, and of what is added if it has as many."""
+    if context.operands[2].requires_grad:
+        yield from factor_rules(context, 1, (0,), (0,) if _has_rows(context.operands[0]) else ())
+
+
+def addmm_body(local: LocalCall) -> OpCall | None:
+    if not local.axes(VARIANT):
+        return local.node.call
+    args = [(name, local.node.call[name]) for name in ("self", "mat1", "mat2", "beta", "alpha")]
+    return factored(local, "hapx.addmm_sfb", 1, (*args, ("rows", _has_rows(local.operands[0]))))
+
+
+def _has_rows(added: TensorRef) -> bool:
+    return len(added.shape) == 2 and added.shape[0] > 1
 
 
 op(
@@ -55,11 +62,19 @@ op(
     sum="k",
     linear="input bias | weight bias",
     addend="bias",
-    extra=linear_sfb_rules,
+    extra=linear_factors,
     body=linear_body,
     composites="hapx.linear_sfb",
 )
-op("aten.mm.default", "self: m k, mat2: k n -> m n", sum="k", linear="self | mat2")
+op(
+    "aten.mm.default",
+    "self: m k, mat2: k n -> m n",
+    sum="k",
+    linear="self | mat2",
+    extra=matmul_factors,
+    body=matmul_body,
+    composites="hapx.matmul_sfb",
+)
 op("aten.bmm.default", "self: b m k, mat2: b k n -> b m n", sum="k", linear="self | mat2")
 
 
@@ -74,7 +89,10 @@ def added_signature(left: str, right: str, result: str) -> Callable[[Context], s
     return signature
 
 
-op("aten.addmm.default", added_signature("mat1: m k", "mat2: k n", "m n"), sum="k", linear="self mat1 | self mat2", addend="self")
+op(
+    "aten.addmm.default", added_signature("mat1: m k", "mat2: k n", "m n"), sum="k", linear="self mat1 | self mat2", addend="self",
+    extra=addmm_factors, body=addmm_body, composites="hapx.addmm_sfb",
+)  # fmt: skip
 op("aten.baddbmm.default", added_signature("batch1: b m k", "batch2: b k n", "b m n"), sum="k", linear="self batch1 | self batch2", addend="self")
 op("aten.mv", "self: m k, vec: k -> m", sum="k", linear="self | vec")
 op("aten.dot", "self: k, tensor: k -> ", sum="k", linear="self | tensor")
@@ -89,7 +107,7 @@ def matmul_signature(context: Context) -> str:
     return f"self: {first}, other: {second} -> {result}"
 
 
-op("aten.matmul", matmul_signature, sum="k", linear="self | other")
+op("aten.matmul", matmul_signature, sum="k", linear="self | other", extra=matmul_factors, body=matmul_body, composites="hapx.matmul_sfb")
 
 # --- attention ----------------------------------------------------------------------------------------------------------
 

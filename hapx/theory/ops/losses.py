@@ -9,6 +9,7 @@ from math import prod
 from hapx.ir import FLOATING, OpCall, Ref
 from hapx.plan import Axes, LocalIndices, LocalOffset
 from hapx.states import INVARIANT, PARTIAL, REPLICATED
+from hapx.theory.factors import VARIANT, factor_rules, factored
 from hapx.theory.registry import Context, LocalCall, OpEntry, Rule, Site, Slot, op, register, signature_rules
 from hapx.theory.signature import parse
 
@@ -18,21 +19,25 @@ MAX_DIMS = 8  # of a loss
 # --- embedding ---------------------------------------------------------------------------------------------------------------
 
 
-def vocabulary_rules(context: Context) -> Iterable[Rule]:
-    """Rows of the table split: ids of other devices give zeros, the pieces sum up (Megatron-LM, section 3)."""
-    table = context.operands[0]
-    if not context.call.get("sparse") and not context.call.get("scale_grad_by_freq") and table.shape[0] > 1:
+def table_rules(context: Context) -> Iterable[Rule]:
+    """Rows of the table split: ids of other devices give zeros, the pieces sum up (Megatron-LM, section 3). With sufficient factors, the ids."""
+    table, ids = context.operands
+    if context.call.get("sparse"):
+        return
+    if not context.call.get("scale_grad_by_freq") and table.shape[0] > 1:
         yield Rule((Site(0), REPLICATED), (PARTIAL,), "vocabulary", divides=True)
+    if table.requires_grad:
+        yield from factor_rules(context, 1, range(len(ids.shape)))
 
 
 def embedding_body(local: LocalCall) -> OpCall | None:
+    call, offset = local.node.call, LocalOffset(0, local.pre[0])
+    if local.axes(VARIANT):
+        names = ("weight", "indices", "padding_idx", "scale_grad_by_freq")
+        return factored(local, "hapx.embedding_sfb", 1, (*((name, call[name]) for name in names), ("offset", offset)))
     if not local.axes("vocabulary"):
-        return local.node.call
-    call = local.node.call
-    return OpCall(
-        "hapx.embedding",
-        (("weight", call["weight"]), ("indices", call["indices"]), ("padding_idx", call["padding_idx"]), ("offset", LocalOffset(0, local.pre[0]))),
-    )
+        return call
+    return OpCall("hapx.embedding", (*((name, call[name]) for name in ("weight", "indices", "padding_idx")), ("offset", offset)))
 
 
 def embedding_signature(context: Context) -> str:
@@ -41,7 +46,7 @@ def embedding_signature(context: Context) -> str:
     return f"weight: V n, indices: {ids} -> {ids} n"
 
 
-op("aten.embedding", embedding_signature, linear="weight", extra=vocabulary_rules, body=embedding_body, composites="hapx.embedding")
+op("aten.embedding", embedding_signature, linear="weight", extra=table_rules, body=embedding_body, composites="hapx.embedding hapx.embedding_sfb")
 
 # --- cross entropy -------------------------------------------------------------------------------------------------------------
 

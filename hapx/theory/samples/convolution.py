@@ -20,6 +20,7 @@ def convolutions() -> Iterator[Sample]:
     for name, image, kernel in (("conv1d", (4, 6, 5), (3,)), ("conv2d", (4, 6, 7, 5), (3, 3)), ("conv3d", (2, 3, 3, 5, 4), (3, 3, 1))):
         yield sample(f"{name}.padding", input=t(*image), weight=t(8, image[1], *kernel), bias=t(8), padding="same")
     yield sample("conv2d.padding", input=t(2, 3, 4, 5), weight=t(6, 3, 1, 2), bias=None, padding="valid")
+    yield sample("conv1d.padding", input=t(3, 4, 5), weight=t(6, 4, 2), bias=t(6), padding="same")  # more behind than in front
 
 
 def grouped() -> Iterator[Sample]:
