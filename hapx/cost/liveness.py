@@ -133,9 +133,8 @@ class _Walk:
             own = {p.tensor: variables[p] for p in (*triple.post, *triple.pre)}
             for kept in dict.fromkeys(kept_names(self.graph, node, body)):
                 self._keep(record, own.get(kept))
-            inside = self.sizes.sum(kept_inside(self.graph, node, body), placements) + self.sizes.cpu * self.sizes.sum(
-                kept_on_cpu(self.graph, node), placements
-            )
+            inside = self.sizes.sum(kept_inside(self.graph, node, body), placements)
+            inside = inside + self.sizes.cpu * self.sizes.sum(kept_on_cpu(self.graph, node, placements), placements)
             if inside.any():
                 record.kept.append(self.heap.new(inside))
             self.records[k] = record

@@ -14,12 +14,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hapx.cost.compute import CASTS, VIEWS, is_view, tensor
+from hapx.cost.compute import ATTENTION, CASTS, VIEWS, is_view, tensor
 from hapx.cost.compute import hidden as hidden_of_node
 from hapx.cost.memory import saved as saved_by_node
 from hapx.cost.terms import Vector
 from hapx.ir import CONVOLUTIONS, Graph, Node, OpCall
 from hapx.plan import Axes, Form
+from hapx.states import Placement, Sharded
 
 Sizes = tuple[tuple[str, float], ...]  # (tensor whose placement they have, bytes)
 
@@ -74,9 +75,15 @@ def kept_inside(graph: Graph, node: Node, body: OpCall) -> Sizes:
     return hidden_of_node(graph, node)
 
 
-def kept_on_cpu(graph: Graph, node: Node) -> Sizes:
-    """What the call keeps in addition where it has no fused kernel: a weighted RMS norm also keeps what it multiplies by the weight."""
+def kept_on_cpu(graph: Graph, node: Node, placements: Mapping[str, Placement]) -> Sizes:
+    """What the call keeps in addition where it has no fused kernel: a weighted RMS norm also keeps what it multiplies by the weight; attention whose
+    values have another width than its keys, because that is cut, keeps its weights."""
     out = node.outputs[0]
+    if node.call.op == ATTENTION:
+        query, key, value = (tensor(graph, node.call, name) for name in ("query", "key", "value"))
+        assert query is not None and key is not None and value is not None
+        cut = any(isinstance(s, Sharded) and s.dim == len(value.shape) - 1 for s in placements[value.name].states)
+        return ((query.name, float(query.bytes) / query.shape[-1] * key.shape[-2]),) if cut else ()
     return ((out.name, float(out.bytes)),) if node.call.op == "aten.rms_norm" and node.call.get("weight") is not None else ()
 
 

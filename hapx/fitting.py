@@ -1,0 +1,71 @@
+"""Whether a program fits into memory: by its sum, which the search and the linear program can add up, and by the peak of its moments, which decides.
+
+In: a theory with its cost model; programs at integer lengths. Out: whether the peak is within what may be used of every device, and the limits under
+which the sums are to stay. The sum (parameters, gradients, state, everything that is kept) is more than the peak where gradients are made while
+activations are freed, and less where temporaries are large; the difference is much the same for programs that are much the same. So
+
+    limits = capacity + (sum - peak) of the last program that was looked at,
+
+and the search is made again. Invariant: nothing is accepted whose peak exceeds the capacity, whatever the limits are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hapx.cost.liveness import Peak, peak
+from hapx.cost.model import CostModel
+from hapx.cost.terms import Vector
+from hapx.errors import InsufficientMemoryError
+from hapx.ir import Kind
+from hapx.layout import Lengths
+from hapx.plan import ProgramKey
+from hapx.synth.writer import Solution
+from hapx.theory.triple import Theory
+
+LARGEST = 8.0  # times the bytes around the largest node: temporaries and cotangents that live at one time
+
+
+class Fitting:
+    """`capacity`: bytes per kind that may be used; `limits`: for the sums."""
+
+    def __init__(self, theory: Theory, costs: CostModel, key: ProgramKey):
+        self.theory, self.costs, self.key = theory, costs, key
+        self.capacity: Vector = np.asarray(costs.capacity)
+        self.limits: Vector = self.capacity.copy()
+        graph = theory.graph
+        around = [sum(graph.refs[n].bytes for n in node.call.refs()) + sum(o.bytes for o in node.outputs) for node in graph.nodes]
+        trained = float(sum(r.bytes for r in graph.of_kind(Kind.PARAMETER) if r.requires_grad))
+        given = float(sum(r.bytes for r in graph.of_kind(Kind.INPUT)))
+        self._transient = given + max(LARGEST * max(around, default=0.0), trained)
+
+    def correct(self, solution: Solution, total: Vector, lengths: Lengths) -> bool:
+        """Whether the peak fits; the limits become those that this program would have needed. total: the program's sum at the lengths; where that is
+        far below the capacity, the peak is not looked at."""
+        if (total + self._transient <= self.capacity).all():
+            return True
+        highest, _ = self.peak(solution, lengths)
+        self.limits = np.maximum(self.capacity + total - highest, 0.01 * self.capacity)
+        return bool((highest <= self.capacity * (1 + 1e-9)).all())
+
+    def peak(self, solution: Solution, lengths: Lengths) -> tuple[Vector, Peak]:
+        """Bytes per kind (of its fullest device), and the peak at the exact lengths."""
+        exact = self.costs.at_lengths(lengths)
+        found = peak(solution.program, self.theory.graph, exact, solution.storage_of)
+        of_coordinate = {c: float(found.total[k]) for k, kind in enumerate(exact.kinds) for c in kind}
+        return np.array([max(of_coordinate[c] for c in kind) for kind in self.costs.kinds]), found
+
+    def too_small(self, least: Solution, lengths: Lengths) -> InsufficientMemoryError:
+        """The error: which devices lack how much, and when, by the program of least memory."""
+        highest, found = self.peak(least, lengths)
+        kind = int((highest / self.capacity).argmax())
+        exact = self.costs.at_lengths(lengths)
+        moment = next(m for m, own in zip(found.moments, exact.kinds, strict=True) if set(own) & set(self.costs.kinds[kind]))
+        mesh, axis = self.theory.mesh, self.theory.mesh.uneven or 0
+        devices = [d for d in mesh.devices if mesh.coordinates(d)[axis] in self.costs.kinds[kind]]
+        needs, has = highest[kind] / 2**30, self.capacity[kind] / 2**30
+        return InsufficientMemoryError(
+            f"no program fits: the smallest needs {needs:.3g} GiB there ({moment}) and {has:.3g} GiB is free; {needs - has:.3g} GiB lack",
+            where=f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}",
+            needs={d: highest[k] for k, own in enumerate(self.costs.view.devices) for d in own if highest[k] > self.capacity[k]},
+        )
