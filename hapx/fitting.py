@@ -17,32 +17,28 @@ from hapx.cost.liveness import Peak, peak
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
-from hapx.ir import Kind
 from hapx.layout import Lengths
+from hapx.lower import Candidate
 from hapx.plan import ProgramKey
 from hapx.synth.writer import Solution
 from hapx.theory.triple import Theory
 
-LARGEST = 8.0  # times the bytes around the largest node: temporaries and cotangents that live at one time
+SPARED = 0.6  # of the capacity: a program whose sum is below that has its peak looked at only if it is the one that is chosen
 
 
 class Fitting:
-    """`capacity`: bytes per kind that may be used; `limits`: for the sums."""
+    """`capacity`: bytes per kind that may be used; `limits`: for the sums. strict: the peak of every program is looked at."""
 
-    def __init__(self, theory: Theory, costs: CostModel, key: ProgramKey):
+    def __init__(self, theory: Theory, costs: CostModel, key: ProgramKey, strict: bool = False):
         self.theory, self.costs, self.key = theory, costs, key
         self.capacity: Vector = np.asarray(costs.capacity)
         self.limits: Vector = self.capacity.copy()
-        graph = theory.graph
-        around = [sum(graph.refs[n].bytes for n in node.call.refs()) + sum(o.bytes for o in node.outputs) for node in graph.nodes]
-        trained = float(sum(r.bytes for r in graph.of_kind(Kind.PARAMETER) if r.requires_grad))
-        given = float(sum(r.bytes for r in graph.of_kind(Kind.INPUT)))
-        self._transient = given + max(LARGEST * max(around, default=0.0), trained)
+        self._spared: Vector = (0.0 if strict else SPARED) * self.capacity
 
     def correct(self, solution: Solution, total: Vector, lengths: Lengths) -> bool:
         """Whether the peak fits; the limits become those that this program would have needed. total: the program's sum at the lengths; where that is
-        far below the capacity, the peak is not looked at."""
-        if (total + self._transient <= self.capacity).all():
+        far below the capacity, the peak is not looked at (unless strict)."""
+        if (total <= self._spared).all():
             return True
         highest, _ = self.peak(solution, lengths)
         self.limits = np.maximum(self.capacity + total - highest, 0.01 * self.capacity)
@@ -69,3 +65,10 @@ class Fitting:
             where=f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}",
             needs={d: highest[k] for k, own in enumerate(self.costs.view.devices) for d in own if highest[k] > self.capacity[k]},
         )
+
+
+def within(candidate: Candidate) -> bool:
+    """Whether the peak of a candidate fits on every kind of devices."""
+    exact = candidate.costs.at_lengths(candidate.lengths)
+    found = peak(candidate.program, candidate.theory.graph, exact, candidate.storage_of)
+    return bool((found.total <= np.asarray(exact.capacity) * (1 + 1e-9)).all())

@@ -28,7 +28,7 @@ from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.cost.terms import Vector
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
-from hapx.fitting import Fitting
+from hapx.fitting import Fitting, within
 from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
@@ -120,6 +120,7 @@ class Setting:
     given: Mapping[str, Placement] = field(default_factory=dict)
     fixed: Mapping[Cut, tuple[int, ...]] = field(default_factory=dict)
     start: Mapping[Row, tuple[float, ...]] | None = None
+    strict: bool = False  # the peak of every program is looked at, not only of those that come near the capacity
 
 
 def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> list[Candidate]:
@@ -142,6 +143,8 @@ def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | Non
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
     ranked = _ranked(setting, found, counters)
+    if not setting.strict and not within(ranked[0]):
+        return plan_spmd(replace(setting, strict=True), counters, meshes)
     counters.search.gap = ranked[0].gap
     return ranked
 
@@ -164,7 +167,7 @@ class _Alternation:
         self.setting, self.theory, self.counters = setting, theory, counters
         self.costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
         self.problem: Problem = build(theory, self.costs, setting.rule, setting.given)
-        self.fitting = Fitting(theory, self.costs, setting.key)
+        self.fitting = Fitting(theory, self.costs, setting.key, setting.strict)
         self.rejected: tuple[Solution, Lengths] | None = None  # the last program whose peak did not fit at balanced ratios
         self.kinds, self.sizes = self.costs.kinds, self.costs.sizes
         self.rows = tuple(theory.mesh.row(theory.mesh.uneven, kind) for kind in _ROW_KINDS) if theory.mesh.uneven is not None else ()
