@@ -24,7 +24,7 @@ CLUSTERS = Path(__file__).parents[1] / "cluster_specs"
 
 
 @cache
-def _module(name: str) -> ModuleType:
+def example_module(name: str) -> ModuleType:
     """A file of examples/models as a module; they find each other by name."""
     spec = importlib.util.spec_from_file_location(name, MODELS / f"{name}.py")
     assert spec is not None and spec.loader is not None
@@ -37,19 +37,19 @@ def _module(name: str) -> ModuleType:
 @cache
 def vgg19(batch: int) -> Graph:
     """VGG19 on images of 32 x 32."""
-    return capture(*_module("vgg19").build(batch))
+    return capture(*example_module("vgg19").build(batch))
 
 
 @cache
 def vit(batch: int) -> Graph:
     """ViT of width 768 and 12 layers on 64 patches."""
-    return capture(*_module("vit").build(batch))
+    return capture(*example_module("vit").build(batch))
 
 
 @cache
 def bert(batch: int, layers: int = 12) -> Graph:
     """BERT of width 768, 128 tokens of 33280."""
-    bert = _module("bert")
+    bert = example_module("bert")
     with torch.device("meta"):
         model = bert.BERT(bert.VOCABULARY, 768, bert.CONTEXT, [bert.Layer(768, 12) for _ in range(layers)])
         tokens = torch.zeros(batch, bert.CONTEXT, dtype=torch.int64)
@@ -59,7 +59,7 @@ def bert(batch: int, layers: int = 12) -> Graph:
 @cache
 def bert_moe(batch: int, experts: int, layers: int = 12) -> Graph:
     """BERT in which every second perceptron is a mixture of `experts`."""
-    moe = _module("bert_moe")
+    moe = example_module("bert_moe")
     with torch.device("meta"):
         model = moe.BERTMoE(moe.VOCABULARY, 768, moe.CONTEXT, heads=12, layers=layers, experts=experts)
         tokens = torch.zeros(batch, moe.CONTEXT, dtype=torch.int64)

@@ -5,6 +5,8 @@ Every message says what is wrong and where, what would be allowed, and what to d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class HapError(Exception):
     """Base of all hapx errors.
@@ -43,7 +45,13 @@ class PlanError(HapError):
 
 
 class InsufficientMemoryError(HapError):
-    """No program of the search space fits into the devices' memory."""
+    """No program of the search space fits into the devices' memory. needs: bytes by device, of the program of least memory where they do not fit."""
+
+    def __init__(
+        self, what: str, *, where: str | None = None, allowed: str | None = None, hint: str | None = None, needs: Mapping[int, float] | None = None
+    ):
+        super().__init__(what, where=where, allowed=allowed, hint=hint)
+        self.needs = dict(needs or {})
 
 
 class LaunchError(HapError):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hapx.cluster.spec import ClusterSpec
+from hapx.cost.liveness import peak
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
 from hapx.ir import Graph, Kind, OpCall
@@ -91,17 +92,7 @@ def _placements(best: Candidate) -> Iterable[Placement]:
 
 def memory(best: Candidate, exact: CostModel) -> tuple[int, ...]:
     """Predicted peak bytes of every device of the cluster, by number."""
-    refs = best.theory.graph.refs
-    terms = [exact.storage(refs[name], placement) for name, placement in best.storage_of.items()]
-    for instruction in best.program.instructions:
-        triple = instruction.triple
-        if isinstance(triple.body, OpCall):
-            step = exact.instruction(triple)
-        else:
-            step = exact.conversion(refs[triple.post[0].tensor], triple.body, triple.post[0].placement)
-        if step.memory is not None:
-            terms.append(step.memory)
-    total = np.sum([t.at({}) for t in terms], axis=0) if terms else np.zeros(len(exact.kinds))
+    total = peak(best.program, best.theory.graph, exact, best.storage_of).total
     return tuple(round(x) for x in _per_device(best.mesh, exact, total))
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from hapx.advice import advised, first_rows
 from hapx.balancer.lp import Objective, balance, objective
 from hapx.balancer.rounding import Lengths, fit, improve, per_device, round_ratios
 from hapx.cluster.spec import ClusterSpec
@@ -29,6 +30,7 @@ from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.cost.terms import Vector
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.fitting import Fitting, within
 from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
@@ -39,7 +41,7 @@ from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import attempt, too_small
+from hapx.synth.search import attempt, least_memory
 from hapx.synth.writer import Solution
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 MAX_ALTERNATIONS = 8
 STALLED = 1e-3  # relative improvement below which the alternation ends
 HOPELESS = 1.1  # a view whose first program costs that much more than the best of the others is not balanced further
+CORRECTIONS = 4  # searches at most for one program whose peak fits
 SIMULATED = 4  # candidates that the simulator ranks
 
 
@@ -126,6 +129,7 @@ class Setting:
     start: Mapping[Row, tuple[float, ...]] | None = None
     progress: Watcher | None = None
     forbidden: Forbidden = NOTHING
+    strict: bool = False  # the peak of every program is looked at, not only of those that come near the capacity
 
 
 def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> list[Candidate]:
@@ -179,6 +183,8 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
     ranked = _ranked(setting, found, counters)
+    if not setting.strict and not within(ranked[0]):
+        return plan_spmd(replace(setting, strict=True), counters, meshes)
     counters.search.gap = ranked[0].gap
     for outcome in counters.tried[-len(allowed) :]:
         outcome |= {"time": min((c.time for c in ranked if c.mesh.name == outcome["view"]), default=None)}
@@ -211,13 +217,18 @@ class _Alternation:
         counters.problem_time += time.perf_counter() - began
         self.problem.watch = told.watch()
         self.hopeless = 0.0  # how many times as much as the best of the views before its first program costs, where that ended it
-        self.capacity: Vector = np.asarray(self.costs.capacity)
-        self.limits = tuple(self.capacity.tolist())
+        self.fitting = Fitting(theory, self.costs, setting.key, setting.strict)
+        self.rejected: tuple[Solution, Lengths] | None = None  # the last program whose peak did not fit at balanced ratios
         self.kinds, self.sizes = self.costs.kinds, self.costs.sizes
         self.rows = tuple(theory.mesh.row(theory.mesh.uneven, kind) for kind in _ROW_KINDS) if theory.mesh.uneven is not None else ()
         self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
         self.found: dict[tuple[Any, ...], Candidate] = {}
         self.prices: tuple[float, ...] | None = None  # of memory, once it binds
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """Bytes per kind for the sums of the search and of the balancer."""
+        return tuple(self.fitting.limits.tolist())
 
     def candidates(self, known: float) -> list[Candidate]:
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views."""
@@ -228,8 +239,8 @@ class _Alternation:
             except InsufficientMemoryError as error:
                 failure = failure or error
         if not self.found:
-            assert failure is not None
-            raise failure
+            assert failure is not None or self.rejected is not None
+            raise failure or self.fitting.too_small(*self.rejected)  # type: ignore[misc]
         return list(self.found.values())
 
     def _starts(self) -> list[dict[Row, Vector]]:
@@ -267,46 +278,69 @@ class _Alternation:
         for _ in range(MAX_ALTERNATIONS):
             self.counters.alternations += 1
             self.told("searching", best)
-            solution, goal, balanced = None, None, None
+            balanced: tuple[dict[Row, Vector], Lengths, Candidate] | None = None
             for solution, fits in self._solutions(lengths, free):
                 goal = objective(solution.steps, solution.storage, len(self.sizes))
                 if fits:
-                    self._keep(solution, goal, lengths, ratios)
-                    best = min(best, solution.cost)
+                    kept = self._keep(solution, goal, lengths, ratios)
+                    best = min(best, kept.cost if kept is not None else best)
                 if not free:
                     return
-                if fits and solution.cost > HOPELESS * known:
-                    self.hopeless = solution.cost / known
+                if fits and best > HOPELESS * known:
+                    self.hopeless = best / known
                     return
                 began = time.perf_counter()
-                balanced = balance(goal, self.sizes, self.capacity, ratios, self.costs.lengths_to_shares(self.fixed))
+                balanced = self._balanced(solution, goal, ratios)
                 self.counters.balance_time += time.perf_counter() - began
                 if balanced is not None:
                     break
-            if balanced is None or goal is None or solution is None:
+            if balanced is None:
                 return
-            ratios = balanced
-            began = time.perf_counter()
-            lengths = self._rounded(goal, self._lengths(ratios))
-            self.counters.balance_time += time.perf_counter() - began
-            candidate = self._keep(solution, goal, lengths, ratios)
-            if candidate is None or candidate.cost >= best * (1 - STALLED):
+            ratios, lengths, candidate = balanced
+            if candidate.cost >= best * (1 - STALLED):
                 return
             best = candidate.cost
+
+    def _balanced(self, solution: Solution, goal: Objective, ratios: dict[Row, Vector]) -> tuple[dict[Row, Vector], Lengths, Candidate] | None:
+        """The program at its best ratios at which its peak fits, None if there are none."""
+        for _ in range(CORRECTIONS):
+            found = balance(goal, self.sizes, self.fitting.limits, ratios, self.costs.lengths_to_shares(self.fixed))
+            if found is None:
+                return None
+            lengths = self._rounded(goal, self._lengths(found))
+            candidate = self._keep(solution, goal, lengths, found)
+            if candidate is not None:
+                return found, lengths, candidate
+        return None
 
     def _solutions(self, lengths: Lengths, free: bool) -> Iterator[tuple[Solution, bool]]:
         """The best program at these lengths that fits. If none does but ratios may change: the cheapest one (other ratios may make it fit), then the
         one of least memory; then InsufficientMemoryError is raised, naming the device and what it lacks."""
-        found, nearest = attempt(self.problem, self.costs.lengths_to_shares(lengths), self.limits, self.setting.key, self.prices)
-        for solution in (found,) if found is not None else nearest:
-            self.counters.search.add(solution.statistics)
-        if found is not None:
-            self.prices = found.prices or self.prices
-            yield found, True
+        shares, spare = self.costs.lengths_to_shares(lengths), None
+        nearest: tuple[Solution, ...] = ()
+        for _ in range(CORRECTIONS):
+            found, nearest = attempt(self.problem, shares, self.limits, self.setting.key, self.prices)
+            for solution in (found,) if found is not None else nearest:
+                self.counters.search.add(solution.statistics)
+            if found is not None:
+                self.prices = found.prices or self.prices
+                if self.fitting.correct(found, np.asarray(found.memory), lengths):
+                    yield found, True
+                    return
+            else:  # what does not fit by the sum may fit by its moments
+                better = next((s for s in nearest if self.fitting.correct(s, np.asarray(s.memory), lengths)), None)
+                if better is None or spare is not None:
+                    break
+                spare = better
+                if better is nearest[0]:
+                    break
+        if spare is not None:
+            yield spare, True
             return
         if free:
             yield from ((solution, False) for solution in nearest)
-        raise too_small(self.problem, nearest[-1], self.limits)
+        least = nearest[-1] if nearest else least_memory(self.problem, shares, self.limits, self.setting.key)
+        raise self.fitting.too_small(least, lengths)
 
     def _rounded(self, goal: Objective, lengths: Lengths) -> Lengths:
         """Lengths after rounding, made to fit, then improved where units are few."""
@@ -314,11 +348,11 @@ class _Alternation:
         movable = [c for c in used if c not in self.fixed]
 
         def excess(trial: Lengths) -> float:
-            return float((goal.memory(self._shares(trial, used)) / self.capacity).max()) - 1.0
+            return float((goal.memory(self._shares(trial, used)) / self.fitting.limits).max()) - 1.0
 
         def cost(trial: Lengths) -> float:
             shares = self._shares(trial, used)
-            return goal.time(shares) if (goal.memory(shares) <= self.capacity).all() else float("inf")
+            return goal.time(shares) if (goal.memory(shares) <= self.fitting.limits).all() else float("inf")
 
         if excess(lengths) > 0:
             lengths = fit(lengths, self.kinds, excess, movable)
@@ -329,7 +363,8 @@ class _Alternation:
 
     def _keep(self, solution: Solution, goal: Objective, lengths: Lengths, ratios: Mapping[Row, Vector]) -> Candidate | None:
         shares = self._shares(lengths, goal.cuts)
-        if not (goal.memory(shares) <= self.capacity * (1 + 1e-9)).all():
+        if not self.fitting.correct(solution, goal.memory(shares), lengths):
+            self.rejected = solution, lengths
             return None
         used = set(goal.cuts)
         key = (solution.choices, tuple((c, n) for c, n in lengths.items() if c in used))
@@ -355,13 +390,19 @@ def plan_graphs(
     graphs: Sequence[Graph], cluster: ClusterSpec, *,
     strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
     keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0, progress: Watcher | None = None,
+    more: Callable[[Setting], Iterable[str]] = lambda _: (),
 ) -> Plan:  # fmt: skip
-    """A plan for the first graph, which chooses mesh and storage, with further programs for the others. progress: is told what is done."""
+    """A plan for the first graph, which chooses mesh and storage, with further programs for the others. progress: is told what is done. more: what
+    else is tried where nothing fits, and fits."""
     graphs = list(map(discover, graphs))
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
     counters = Counters()
-    setting, best = _with_remat(Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer, progress=progress), counters)
+    asked = Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer, progress=progress)
+    try:
+        setting, best = _with_remat(asked, counters)
+    except InsufficientMemoryError as error:
+        raise advised(error, asked, fits_somehow, lambda: more(asked)) from None
     told = {"capture_time": capture_time, "coverage": coverage(setting.graph).as_dict(), **counters.as_dict()}
     plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, told)
     for graph, key in zip(graphs[1:], named[1:], strict=True):
@@ -382,6 +423,17 @@ def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | N
     return blocks, plan_spmd(blocks, counters, meshes)[0]
 
 
+def fits_somehow(setting: Setting) -> InsufficientMemoryError | None:
+    """Whether a setting can be planned on the flat mesh (or the one it names): the error if it cannot."""
+    try:
+        _with_remat(setting, Counters(), views(setting.cluster, setting.rule)[:1])
+    except InsufficientMemoryError as error:
+        return error
+    except PlanError as error:
+        return InsufficientMemoryError(error.what)
+    return None
+
+
 def plan_module(
     module: nn.Module, cluster: ClusterSpec, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None, strategy: str | Restriction = "auto",
     optimizer: str = "adamw", precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto", autocast: str | None = None,
@@ -399,7 +451,23 @@ def plan_module(
     return plan_graphs(
         [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[key_of(graph, autocast)], capture_time=captured,
         progress=progress,
+        more=lambda setting: _smaller_batch(setting, example_inputs, lambda inputs: capture(module, inputs, loss_fn=loss_fn)),
     )  # fmt: skip
+
+
+def _smaller_batch(setting: Setting, example_inputs: Any, captured: Callable[[Any], Graph]) -> Iterator[str]:
+    """The largest of a half, a quarter and an eighth of the batch that can be planned, if any can."""
+    whole = setting.graph.batch
+    for batch in dict.fromkeys((whole // 2, whole // 4, whole // 8)):
+        if batch < 1:
+            return
+        try:
+            graph = captured(first_rows(example_inputs, whole, batch))
+        except HapError:  # a model that wants this very batch
+            return
+        if fits_somehow(replace(setting, graph=discover(graph), key=key_of(graph, setting.key.autocast))) is None:
+            yield f"a batch of {batch}"
+            return
 
 
 def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:

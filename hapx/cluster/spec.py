@@ -63,6 +63,11 @@ class DeviceType:
         because a device without units for a dtype computes in fp32."""
         return self.flops.get(PRECISIONS.get(precision, precision), self.flops["fp32"]) * self.efficiency
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a processor, not an accelerator: its name begins with "CPU". Optimizers work on one parameter after the other there."""
+        return self.name.lower().startswith("cpu")
+
     def measured(self, flops: Mapping[str, float], **changes: Any) -> DeviceType:
         """The same type with measured FLOP/s (efficiency 1.0). Dtypes that were not measured keep the speed they had, so that the
         fallback of `speed` does not change what they mean."""

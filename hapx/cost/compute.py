@@ -79,8 +79,19 @@ def is_view(graph: Graph, node: Node) -> bool:
         return bool(refs) and graph.refs[refs[0]].dtype == node.outputs[0].dtype
     if call.op in COPIED_IF_STRIDED:
         producer = graph.producer.get(refs[0])
-        return producer is None or graph.nodes[producer].call.op not in STRIDING
+        return producer is None or graph.nodes[producer].call.op not in STRIDING or _as_attention_lays_out(graph, graph.nodes[producer])
     return call.op in VIEWS
+
+
+def _as_attention_lays_out(graph: Graph, transpose: Node) -> bool:
+    """Whether heads are put back behind positions: fused attention writes its result so that this, flattened, is no copy."""
+    producer = graph.producer.get(transpose.call.refs()[0])
+    if producer is None or transpose.call.op not in ("aten.transpose", "aten.swapaxes"):
+        return False
+    made = graph.nodes[producer]
+    rank = len(made.outputs[0].shape)
+    dims = {value % rank for name, value in transpose.call.args if name != "self" and isinstance(value, int)}
+    return made.call.op == ATTENTION and not made.call.get("dropout_p") and dims == {rank - 3, rank - 2}
 
 
 def work(graph: Graph, node: Node) -> Work:

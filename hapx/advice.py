@@ -1,0 +1,74 @@
+"""What would help where nothing fits into memory: alternatives that were tried and work, with their numbers.
+
+In: the setting that failed, a function that says whether another setting can be planned. Out: a hint. Invariant: nothing is suggested that was not
+planned successfully, or that the caller has already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from hapx.cluster.spec import ClusterSpec
+from hapx.cost.memory import RESERVE, states_of
+from hapx.cost.remat import with_blocks
+from hapx.errors import InsufficientMemoryError
+from hapx.restriction import AUTO
+
+if TYPE_CHECKING:
+    from hapx.planner import Setting
+
+MIB = 2**20
+More = Callable[[], Iterable[str]]
+Attempt = Callable[["Setting"], InsufficientMemoryError | None]
+
+
+def advised(error: InsufficientMemoryError, setting: Setting, attempt: Attempt, more: More = tuple) -> InsufficientMemoryError:
+    """The error with a hint. attempt: plans a setting, returns its error if it does not fit; more: further suggestions that were tried."""
+    larger = _larger(error, setting, attempt)
+    found = [*_alternatives(setting, attempt), *more(), *([larger] if larger is not None else ())]
+    hint = f"what fits: {', or '.join(found)}" if found else "no single change that was tried fits: use more devices or a smaller model"
+    return InsufficientMemoryError(error.what, where=error.where, allowed=error.allowed, hint=hint, needs=error.needs)
+
+
+def _alternatives(setting: Setting, attempt: Attempt) -> Iterator[str]:
+    rule = setting.rule
+    has_blocks = rule.remat == "none" and with_blocks(setting.graph) is not setting.graph
+    if has_blocks and attempt(replace(setting, rule=replace(rule, remat="blocks"))) is None:
+        yield 'remat="blocks"'
+    if rule.name != AUTO.name and attempt(replace(setting, rule=replace(AUTO, remat=rule.remat))) is None:
+        yield 'strategy="auto"'
+    for optimizer in ("sgd-momentum", "sgd"):
+        if states_of(optimizer) < states_of(setting.optimizer) and attempt(replace(setting, optimizer=optimizer)) is None:
+            yield f"{'SGD with momentum' if 'momentum' in optimizer else 'SGD'} instead of {setting.optimizer}"
+            return
+
+
+def _larger(error: InsufficientMemoryError, setting: Setting, attempt: Attempt) -> str | None:
+    """More memory on the types of devices that lack it, as much as the program of least memory needs."""
+    types: dict[str, int] = {}
+    failure: InsufficientMemoryError | None = error
+    for _ in range(len(setting.cluster.device_types)):
+        assert failure is not None
+        for device, needs in failure.needs.items():
+            name = setting.cluster.devices[device].type
+            types[name] = max(types.get(name, 0), ceil(needs / (1 - RESERVE) / MIB) * MIB)
+        failure = attempt(replace(setting, cluster=_with_memory(setting.cluster, types)))
+        if failure is None:
+            return " and ".join(f"{size / 2**30:.3g} GiB on each {name}" for name, size in types.items())
+    return None
+
+
+def _with_memory(cluster: ClusterSpec, sizes: Mapping[str, int]) -> ClusterSpec:
+    return replace(cluster, device_types={n: replace(t, memory=max(t.memory, sizes.get(n, 0))) for n, t in cluster.device_types.items()})
+
+
+def first_rows(inputs: Any, whole: int, batch: int) -> Any:
+    """Example inputs (tensors in tuples, lists and dicts) with `batch` rows where they have `whole` of them."""
+    if isinstance(inputs, Mapping):
+        return {name: first_rows(value, whole, batch) for name, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return tuple(first_rows(value, whole, batch) for value in inputs)
+    return inputs[:batch] if getattr(inputs, "shape", None) and inputs.shape[0] == whole else inputs

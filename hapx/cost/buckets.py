@@ -1,0 +1,62 @@
+"""Buckets of gradients, as `hapx.runtime.gradients.bucket_layout` makes them, for every kind of devices at once.
+
+In: the parameters that enter the gradient synchroniser, in order of first use. Out: bytes that are allocated when a gradient arrives. Invariant: a
+bucket is allocated whole when its first gradient is there, and stays: the summed gradients are views of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hapx.cost.model import BUCKET_BYTES
+from hapx.cost.terms import Vector
+from hapx.ir import TensorRef
+from hapx.states import Placement
+
+Key = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A parameter that enters the synchroniser, stored in `placement`."""
+
+    key: Key
+    placement: Placement
+    ref: TensorRef
+
+
+class Buckets:
+    """part: bytes per kind of a tensor of some bytes in a placement."""
+
+    def __init__(self, uses: Sequence[Use], part: Callable[[Placement, float], Vector]):
+        self._bucket: dict[Key, list[int]] = {u.key: [] for u in uses}
+        self._sizes: list[list[float]] = []
+        local = {u.key: part(u.placement, float(u.ref.bytes)) for u in uses}
+        for k in range(len(next(iter(local.values()))) if local else 0):
+            self._lay_out(uses, {key: float(v[k]) for key, v in local.items()})
+        self._made: set[tuple[int, int]] = set()
+
+    def _lay_out(self, uses: Sequence[Use], local: dict[Key, float]) -> None:
+        """The buckets of one kind."""
+        sizes: list[float] = []
+        running: dict[tuple[tuple[int, ...], str], int] = {}
+        for use in reversed(uses):
+            group = use.key[1], use.ref.dtype
+            index = running.get(group)
+            if index is None or sizes[index] + local[use.key] > BUCKET_BYTES:
+                index = running[group] = len(sizes)
+                sizes.append(0.0)
+            sizes[index] += local[use.key]
+            self._bucket[use.key].append(index)
+        self._sizes.append(sizes)
+
+    def fill(self, key: Key) -> Vector:
+        """Bytes per kind that the arrival of a gradient allocates."""
+        made = []
+        for k, index in enumerate(self._bucket[key]):
+            made.append(0.0 if (k, index) in self._made else self._sizes[k][index])
+            self._made.add((k, index))
+        return np.array(made)

@@ -1,0 +1,310 @@
+"""The peak of memory of one training iteration: which tensors are alive when, on every kind of devices.
+
+In: a program, its graph, a cost model at its exact lengths, how parameters are stored. Out: a `Peak`. The program is walked as the runtime runs it:
+instructions forward, each tensor freed after its last use unless autograd keeps it; then in reverse order backward, where cotangents are made,
+summed and freed, what was kept is released, gradients enter their buckets; then the optimizer's update. The peak is
+
+    parameters + optimizer state + buffers + inputs + max over moments of (alive + temporaries of the moment)
+
+Gradients are taken to be None when the iteration begins, as `zero_grad` leaves them.
+
+Invariant: it counts storages. A view holds its base; a cotangent that is handed on is one storage; what is kept twice is counted once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hapx.cost.buckets import Buckets, Key, Use
+from hapx.cost.compute import differentiable, is_view
+from hapx.cost.heap import Heap, Record, Storage
+from hapx.cost.local_sizes import LocalSizes
+from hapx.cost.model import CostModel
+from hapx.cost.terms import Vector
+from hapx.cost.transients import backward_temporaries, forward_temporaries, kept_inside, kept_names, kept_on_cpu, passes_cotangent
+from hapx.ir import FLOATING, Graph, Kind, Node, OpCall
+from hapx.plan import Communication, Program, Triple
+from hapx.states import REPLICATED, Invariant, Placement, Property, Replicated
+from hapx.transposes import TRANSPOSES
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes per kind. stored: there all the time (parameters, optimizer state, buffers, inputs); total: at the worst moment; left: what the
+    iteration leaves (gradients and results); moments: which moment is the worst, per kind."""
+
+    stored: Vector
+    total: Vector
+    left: Vector
+    moments: tuple[str, ...]
+
+
+Variables = dict[Property, Storage | None]  # None: a parameter, buffer or input, which stays
+
+
+def peak(program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]) -> Peak:
+    """The peak of an iteration of `program`. exact: a cost model at its lengths (see `at_lengths`); stored: where parameters and buffers are."""
+    return _Walk(program, graph, exact, stored).run()
+
+
+class _Walk:
+    def __init__(self, program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]):
+        self.program, self.graph, self.stored = program, graph, stored
+        self.sizes = LocalSizes(program, graph, exact, stored)
+        self.training = exact.mode == "train"
+        self.triples = [i.triple for i in program.instructions]
+        self.needs = frozenset(program.needs)
+        self.last = {p: k for k, t in enumerate(self.triples) for p in t.pre} | dict.fromkeys(program.gives, len(self.triples))
+        self.static = self.sizes.stored_bytes()
+        self.heap = Heap(self.static)
+        self.cotangents: dict[Property | Key, Storage] = {}
+        self.records: dict[int, Record] = {}
+        self.tokens: Counter[int] = Counter()  # by storage: how often backward still asks for what it gathers again
+        self.regathered: dict[int, Storage] = {}
+        self.enters: dict[Key, int] = {}  # a parameter that enters the synchroniser -> its first instruction
+        self.regions = self._regions()
+        self.taken: dict[int, list[Storage]] = {}
+
+    # ---- the iteration -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Peak:
+        variables: Variables = dict.fromkeys(self.needs)
+        whole = Placement((REPLICATED,) * len(self.program.mesh.axes))
+        variables |= {Property(n, whole): None for n in self.graph.input_names}
+        k = 0
+        while k < len(self.triples):
+            stop = self.regions.get(k)
+            if stop is not None:
+                self.taken[k] = self._take(variables, k, stop)
+            self._forward(variables, k, stop or k + 1, keeps=self.training and stop is None)
+            k = stop or k + 1
+        if self.training:
+            self._train(variables)
+        return Peak(self.static, self.heap.highest, self.heap.alive - self.static, tuple(self.heap.moments))
+
+    def _train(self, variables: Variables) -> None:
+        loss = next(p for p in self.program.gives if p.tensor == self.graph.loss)
+        self.cotangents[loss] = self.heap.new(self.sizes.local(loss))
+        uses = [Use(key, self.stored[key[0]], self.graph.refs[key[0]]) for key in self.enters]
+        self.buckets = Buckets(uses, self.sizes.part)
+        starts = {stop: start for start, stop in self.regions.items()}
+        k = len(self.triples)
+        while k:
+            start = starts.get(k)
+            if start is not None:
+                self._region_again(variables, start, k)
+            else:
+                self._backward(k - 1)
+            k = start if start is not None else k - 1
+        self.heap.note("the optimizer's update", self.sizes.update())
+
+    # ---- forward -------------------------------------------------------------------------------------------------------------
+
+    def _forward(self, variables: Variables, start: int, stop: int, keeps: bool) -> None:
+        """Instructions [start, stop); keeps: autograd records them."""
+        for k in range(start, stop):
+            triple = self.triples[k]
+            if all(p in variables for p in triple.post):
+                continue
+            if isinstance(triple.body, OpCall):
+                self._call(variables, k, triple, triple.body, keeps)
+            else:
+                self._convert(variables, k, triple, triple.body)
+            for p in dict.fromkeys((*triple.pre, *triple.post)):
+                if self.last.get(p, -1) <= k and p in variables:
+                    self.heap.release(variables[p])
+                    if p not in self.needs:
+                        variables[p] = None
+
+    def _call(self, variables: Variables, k: int, triple: Triple, body: OpCall, keeps: bool) -> None:
+        assert triple.node is not None
+        node = self.graph.nodes[triple.node]
+        placements = {p.tensor: p.placement for p in (*triple.pre, *triple.post)}
+        name = f"{node.call.op} {node.outputs[0].name}"
+        if is_view(self.graph, node):
+            base = variables[triple.pre[0]]
+            variables.update((p, self._hold(base)) for p in triple.post)
+        else:
+            variables.update((p, self.heap.new(self.sizes.local(p))) for p in triple.post)
+        record = Record()
+        if keeps and differentiable(self.graph, node):
+            own = {p.tensor: variables[p] for p in (*triple.post, *triple.pre)}
+            for kept in dict.fromkeys(kept_names(self.graph, node, body)):
+                self._keep(record, own.get(kept))
+            inside = self.sizes.sum(kept_inside(self.graph, node, body), placements)
+            inside = inside + self.sizes.cpu * self.sizes.sum(kept_on_cpu(self.graph, node, placements), placements)
+            if inside.any():
+                record.kept.append(self.heap.new(inside))
+            self.records[k] = record
+        self.heap.note(f"forward of {name}", self.sizes.temporaries(forward_temporaries(self.graph, node, body), node, placements))
+
+    def _keep(self, record: Record, storage: Storage | None) -> None:
+        if storage is None:
+            return
+        if storage.freed:
+            self.tokens[id(storage)] += 1
+            record.again.append(storage)
+        else:
+            record.kept.append(storage)
+            storage.holders += 1
+
+    def _hold(self, storage: Storage | None) -> Storage | None:
+        if storage is not None:
+            storage.holders += 1
+        return storage
+
+    def _convert(self, variables: Variables, k: int, triple: Triple, path: tuple[Communication, ...]) -> None:
+        (source,), (target,) = triple.pre, triple.post
+        ref = self.graph.refs[source.tensor]
+        axes, rest, at = self._entry(source, path)
+        if axes and self.training:
+            self.enters.setdefault((source.tensor, axes), k)
+        current = self._hold(variables[source])
+        for step in rest:
+            after = at.with_state(step.axis, step.target)
+            forward, _ = TRANSPOSES[type(step.source), type(step.target)]
+            if forward != "none":
+                made = self.heap.new(self.sizes.part(after, float(ref.bytes)))
+                made.buffers = self.sizes.buffers(forward, ref, step, at, after)
+                made.freed = self.training and step.free and step.gradient and forward == "all_gather"
+                self.heap.note(f"{forward} of {ref.name}", made.buffers)
+                self.heap.release(current)
+                current = made
+            at = after
+        variables[target] = current
+
+    def _entry(self, source: Property, path: tuple[Communication, ...]) -> tuple[tuple[int, ...], tuple[Communication, ...], Placement]:
+        """Axes along which a stored parameter enters the synchroniser, the rest of its path, and where that begins (see `hapx.runtime.build`)."""
+        axes: tuple[int, ...] = ()
+        if source in self.needs and self.graph.refs[source.tensor].kind is Kind.PARAMETER:
+            axes = tuple(sorted(c.axis for c in path if c.gradient and isinstance(c.source, Invariant) and isinstance(c.target, Replicated)))
+        at = source.placement
+        for axis in axes:
+            at = at.with_state(axis, REPLICATED)
+        return axes, tuple(c for c in path if c.axis not in axes) if axes else path, at
+
+    # ---- backward ------------------------------------------------------------------------------------------------------------
+
+    def _backward(self, k: int) -> None:
+        triple = self.triples[k]
+        if isinstance(triple.body, OpCall):
+            self._call_back(k, triple, triple.body)
+        else:
+            self._convert_back(k, triple, triple.body)
+
+    def _call_back(self, k: int, triple: Triple, body: OpCall) -> None:
+        record = self.records.pop(k, None)
+        assert triple.node is not None
+        node = self.graph.nodes[triple.node]
+        arrived = [c for p in triple.post if (c := self.cotangents.pop(p, None)) is not None]
+        if record is not None and arrived:
+            placements = {p.tensor: p.placement for p in (*triple.pre, *triple.post)}
+            self._gather_again(record, node)
+            made = [(p, self._cotangent(node, i, p, arrived)) for i, p in enumerate(triple.pre) if self.graph.refs[p.tensor].requires_grad]
+            extra = self.sizes.temporaries(backward_temporaries(self.graph, node, body), node, placements)
+            self.heap.note(f"backward of {node.call.op} {node.outputs[0].name}", extra)
+        else:
+            made = []
+        if record is not None:
+            self._forget(record)
+        for c in arrived:
+            self.heap.release(c)
+        for p, cotangent in made:
+            self._accumulate(p, cotangent)
+
+    def _cotangent(self, node: Node, position: int, p: Property, arrived: list[Storage]) -> Storage:
+        if passes_cotangent(self.graph, node, position):
+            arrived[0].holders += 1
+            return arrived[0]
+        return self.heap.new(self.sizes.local(p))
+
+    def _gather_again(self, record: Record, node: Node) -> None:
+        for storage in record.again:
+            if id(storage) not in self.regathered:
+                self.regathered[id(storage)] = self.heap.new(storage.size)
+                self.heap.note(f"gathering again for {node.call.op} {node.outputs[0].name}", storage.buffers)
+
+    def _forget(self, record: Record) -> None:
+        for storage in record.kept:
+            self.heap.release(storage)
+        for storage in record.again:
+            self.tokens[id(storage)] -= 1
+            if not self.tokens[id(storage)] and id(storage) in self.regathered:
+                self.heap.release(self.regathered.pop(id(storage)))
+
+    def _accumulate(self, p: Property, cotangent: Storage, at: Key | None = None) -> None:
+        """Autograd adds in place where it alone holds the first part. at: where a parameter enters the synchroniser, if it does."""
+        old = self.cotangents.get(at or p)
+        if old is None:
+            self.cotangents[at or p] = cotangent
+            return
+        if old.holders > 1:
+            self.cotangents[at or p] = self.heap.new(self.sizes.local(p))
+            self.heap.note(f"summing cotangents of {p.tensor}")
+            self.heap.release(old)
+        self.heap.release(cotangent)
+
+    def _convert_back(self, k: int, triple: Triple, path: tuple[Communication, ...]) -> None:
+        (source,), (target,) = triple.pre, triple.post
+        ref = self.graph.refs[source.tensor]
+        axes, rest, at = self._entry(source, path)
+        current = self.cotangents.pop(target, None)
+        if not ref.requires_grad or ref.dtype not in FLOATING or any(not c.gradient for c in path):
+            self.heap.release(current)
+            return
+        places = [at]
+        for step in rest:
+            places.append(places[-1].with_state(step.axis, step.target))
+        for step, before, after in reversed(list(zip(rest, places, places[1:], strict=False))):
+            _, backward = TRANSPOSES[type(step.source), type(step.target)]
+            if backward == "none" or current is None:
+                continue
+            made = self.heap.new(self.sizes.part(before, float(ref.bytes)))
+            self.heap.note(f"{backward} of the cotangent of {ref.name}", self.sizes.buffers(backward, ref, step, after, before))
+            self.heap.release(current)
+            current = made
+        self._arrive(k, source, axes, current)
+
+    def _arrive(self, k: int, source: Property, axes: tuple[int, ...], current: Storage | None) -> None:
+        """A cotangent at the beginning of a conversion: it goes on to its source, or, of a parameter that enters the synchroniser, into a bucket
+        once all parts of it are there."""
+        key = (source.tensor, axes) if axes else None
+        if current is not None:
+            self._accumulate(source, current, key)
+        if key is not None and self.enters[key] == k and (whole := self.cotangents.pop(key, None)) is not None:
+            self.heap.alive = self.heap.alive + self.buckets.fill(key)
+            self.heap.note(f"gradient of {source.tensor} into its bucket")
+            self.heap.release(whole)
+
+    # ---- regions that are computed again -------------------------------------------------------------------------------------
+
+    def _regions(self) -> dict[int, int]:
+        """Instructions [start, stop) of every checkpoint region: its nodes, and the conversions just before each of them."""
+        if not self.training:
+            return {}
+        after = {-1: 0} | {t.node: k + 1 for k, t in enumerate(self.triples) if t.node is not None}
+        return {after[r.start - 1]: after[r.stop - 1] for r in self.graph.regions if r.kind == "checkpoint" and r.start < r.stop}
+
+    def _take(self, variables: Variables, start: int, stop: int) -> list[Storage]:
+        """What a region reads from outside: it is kept until the region's backward."""
+        made = {p for t in self.triples[start:stop] for p in t.post}
+        read = dict.fromkeys(p for t in self.triples[start:stop] for p in t.pre if p not in made)
+        found = [s for p in read if (s := variables[p]) is not None]
+        for storage in found:
+            storage.holders += 1
+        return found
+
+    def _region_again(self, variables: Variables, start: int, stop: int) -> None:
+        """Its forward once more, now recorded, then its backward. Its results and their cotangents stay until its end."""
+        made = {p: None for t in self.triples[start:stop] for p in t.post}
+        inside: Variables = {p: None for p in variables if p not in made}
+        arrived = [self.cotangents[p] for p in made if p in self.cotangents]
+        for cotangent in arrived:
+            cotangent.holders += 1
+        self._forward(inside, start, stop, keeps=True)
+        for k in reversed(range(start, stop)):
+            self._backward(k)
+        for storage in (*arrived, *(inside[p] for p in made if self.last.get(p, -1) >= stop), *self.taken.pop(start)):
+            self.heap.release(storage)

@@ -1,0 +1,120 @@
+"""How many bytes the tensors of a program, their temporaries and their collectives' buffers take on every kind of devices.
+
+In: a program, its graph, a cost model at its exact lengths, placements of parameters and buffers. Out: one number per kind. Invariant: sizes are
+those of `hapx.layout`, of the largest device of a kind where even axes leave a rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import numpy as np
+
+from hapx.cost.memory import states_of
+from hapx.cost.model import CostModel
+from hapx.cost.terms import Vector
+from hapx.cost.transients import (
+    UPDATE_TEMPORARIES,
+    VECTOR,
+    Shards,
+    Sizes,
+    exchange_buffers,
+    gather_buffers,
+    reordered,
+    rows_of,
+    scatter_buffers,
+)  # fmt: skip
+from hapx.ir import Graph, Kind, Node, TensorRef
+from hapx.layout import axis_lengths, local_shape
+from hapx.plan import Communication, Program
+from hapx.states import Placement, Property, Sharded
+
+
+class LocalSizes:
+    """See above. `cpu`: per kind, whether its devices are processors."""
+
+    def __init__(self, program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]):
+        self.program, self.graph, self.exact, self.stored = program, graph, exact, stored
+        self.lengths = exact.view.lengths or {}
+        self.cpu = np.array(exact.view.worst(lambda d: exact.cluster.type_of(d).is_cpu, min)) > 0
+
+    def part(self, placement: Placement, size: float) -> Vector:
+        """Bytes per kind of a tensor of `size` bytes."""
+        fraction: Vector = np.array(self.exact.view.fraction(placement, True).const)
+        return fraction * size
+
+    def local(self, p: Property) -> Vector:
+        """Bytes per kind of a tensor in a placement."""
+        return self.part(p.placement, float(self.graph.refs[p.tensor].bytes))
+
+    def stored_bytes(self) -> Vector:
+        """What is there all the time: parameters, optimizer state, buffers, the batch."""
+        total = np.zeros(len(self.exact.kinds))
+        states = states_of(self.exact.optimizer) if self.exact.mode == "train" else 0
+        for name, placement in self.stored.items():
+            ref = self.graph.refs[name]
+            total = total + self.part(placement, ref.bytes + (4.0 * states * ref.size if ref.requires_grad else 0.0))
+        given = [r for r in self.graph.refs.values() if r.kind in (Kind.INPUT, Kind.CONSTANT) and r.name not in self.graph.producer]
+        return total + float(sum(r.bytes for r in given))
+
+    def update(self) -> Vector:
+        """The optimizer's temporaries: of one parameter after the other on CPUs, whose old ones are freed when new ones are there; else of all."""
+        single, together = UPDATE_TEMPORARIES[self.exact.optimizer.lower()]
+        trained = [r for r in self.graph.of_kind(Kind.PARAMETER) if r.requires_grad and r.name in self.stored]
+        own = [self.part(self.stored[r.name], float(r.bytes)) for r in trained]
+        if not own:
+            return np.zeros(len(self.exact.kinds))
+        before = [0.0 * own[0], *own[:-1]]
+        one = np.max([single * now + (old if single > 1 else 0.0) for now, old in zip(own, before, strict=True)], axis=0)
+        whole: Vector = np.where(self.cpu, one, together * np.sum(own, axis=0))
+        return whole
+
+    def sum(self, sizes: Sizes, placements: Mapping[str, Placement]) -> Vector:
+        """Bytes per kind of several tensors."""
+        total = np.zeros(len(self.exact.kinds))
+        for name, size in sizes:
+            total = total + self.part(placements[name], size)
+        return total
+
+    def temporaries(self, sizes: Sizes, node: Node, placements: Mapping[str, Placement]) -> Vector:
+        """`sizes`, and what the node's kernel copies into a layout of its own."""
+        total = self.sum(sizes, placements)
+        for name, channels in reordered(self.graph, node):
+            total = total + self._in_vectors(self.graph.refs[name], placements[name], channels)
+        return total
+
+    def _in_vectors(self, ref: TensorRef, placement: Placement, channels: tuple[int, ...]) -> Vector:
+        """Bytes of a tensor whose local channels are rounded up to whole vectors on CPUs."""
+        found = []
+        for kind, cpu in zip(self.exact.kinds, self.cpu, strict=True):
+            shape = list(local_shape(ref.shape, placement, self.program.mesh.sizes, self.lengths, self._at(kind)))
+            for dim in channels if cpu else ():
+                shape[dim] = -(-shape[dim] // VECTOR) * VECTOR
+            found.append(float(prod(shape) * ref.bytes) / max(ref.size, 1))
+        return np.array(found)
+
+    def _at(self, kind: tuple[int, ...]) -> tuple[int, ...]:
+        """Coordinates of a device of a kind."""
+        return tuple(kind[0] if a == self.program.mesh.uneven else 0 for a in range(len(self.program.mesh.axes)))
+
+    def buffers(self, name: str, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> Vector:
+        """Temporaries of an operation that leads from `before` to `after` along the step's axis."""
+        held, made = self.part(before, float(ref.bytes)), self.part(after, float(ref.bytes))
+        if name not in ("all_gather", "reduce_scatter", "all_to_all"):
+            return 0.0 * held
+        if name == "all_to_all":
+            return exchange_buffers(held, made)
+        gathers = name == "all_gather"
+        own, whole, cut = (held, made, before) if gathers else (made, held, after)
+        state = cut.states[step.axis]
+        assert isinstance(state, Sharded)
+        largest = np.full_like(own, own.max()) if step.axis == self.program.mesh.uneven else own
+        strided = rows_of(ref.shape, state.dim) > 1 or state.outer > 1
+        shards = Shards(own, whole, largest, self._uneven(cut, step.axis), self.program.mesh.sizes[step.axis], strided)
+        return gather_buffers(shards, step.form) if gathers else scatter_buffers(shards, step.form)
+
+    def _uneven(self, cut: Placement, axis: int) -> Vector:
+        """Per kind, whether the axis cuts a tensor in unequal lengths."""
+        sizes = self.program.mesh.sizes
+        return np.array([len(set(axis_lengths(cut, axis, sizes, self.lengths, self._at(kind)))) > 1 for kind in self.exact.kinds])

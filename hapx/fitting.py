@@ -1,0 +1,74 @@
+"""Whether a program fits into memory: by its sum, which the search and the linear program can add up, and by the peak of its moments, which decides.
+
+In: a theory with its cost model; programs at integer lengths. Out: whether the peak is within what may be used of every device, and the limits under
+which the sums are to stay. The sum (parameters, gradients, state, everything that is kept) is more than the peak where gradients are made while
+activations are freed, and less where temporaries are large; the difference is much the same for programs that are much the same. So
+
+    limits = capacity + (sum - peak) of the last program that was looked at,
+
+and the search is made again. Invariant: nothing is accepted whose peak exceeds the capacity, whatever the limits are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hapx.cost.liveness import Peak, peak
+from hapx.cost.model import CostModel
+from hapx.cost.terms import Vector
+from hapx.errors import InsufficientMemoryError
+from hapx.layout import Lengths
+from hapx.lower import Candidate
+from hapx.plan import ProgramKey
+from hapx.synth.writer import Solution
+from hapx.theory.triple import Theory
+
+SPARED = 0.6  # of the capacity: a program whose sum is below that has its peak looked at only if it is the one that is chosen
+
+
+class Fitting:
+    """`capacity`: bytes per kind that may be used; `limits`: for the sums. strict: the peak of every program is looked at."""
+
+    def __init__(self, theory: Theory, costs: CostModel, key: ProgramKey, strict: bool = False):
+        self.theory, self.costs, self.key = theory, costs, key
+        self.capacity: Vector = np.asarray(costs.capacity)
+        self.limits: Vector = self.capacity.copy()
+        self._spared: Vector = (0.0 if strict else SPARED) * self.capacity
+
+    def correct(self, solution: Solution, total: Vector, lengths: Lengths) -> bool:
+        """Whether the peak fits; the limits become those that this program would have needed. total: the program's sum at the lengths; where that is
+        far below the capacity, the peak is not looked at (unless strict)."""
+        if (total <= self._spared).all():
+            return True
+        highest, _ = self.peak(solution, lengths)
+        self.limits = np.maximum(self.capacity + total - highest, 0.01 * self.capacity)
+        return bool((highest <= self.capacity * (1 + 1e-9)).all())
+
+    def peak(self, solution: Solution, lengths: Lengths) -> tuple[Vector, Peak]:
+        """Bytes per kind (of its fullest device), and the peak at the exact lengths."""
+        exact = self.costs.at_lengths(lengths)
+        found = peak(solution.program, self.theory.graph, exact, solution.storage_of)
+        of_coordinate = {c: float(found.total[k]) for k, kind in enumerate(exact.kinds) for c in kind}
+        return np.array([max(of_coordinate[c] for c in kind) for kind in self.costs.kinds]), found
+
+    def too_small(self, least: Solution, lengths: Lengths) -> InsufficientMemoryError:
+        """The error: which devices lack how much, and when, by the program of least memory."""
+        highest, found = self.peak(least, lengths)
+        kind = int((highest / self.capacity).argmax())
+        exact = self.costs.at_lengths(lengths)
+        moment = next(m for m, own in zip(found.moments, exact.kinds, strict=True) if set(own) & set(self.costs.kinds[kind]))
+        mesh, axis = self.theory.mesh, self.theory.mesh.uneven or 0
+        devices = [d for d in mesh.devices if mesh.coordinates(d)[axis] in self.costs.kinds[kind]]
+        needs, has = highest[kind] / 2**30, self.capacity[kind] / 2**30
+        return InsufficientMemoryError(
+            f"no program fits: the smallest needs {needs:.3g} GiB there ({moment}) and {has:.3g} GiB is free; {needs - has:.3g} GiB lack",
+            where=f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}",
+            needs={d: highest[k] for k, own in enumerate(self.costs.view.devices) for d in own if highest[k] > self.capacity[k]},
+        )
+
+
+def within(candidate: Candidate) -> bool:
+    """Whether the peak of a candidate fits on every kind of devices."""
+    exact = candidate.costs.at_lengths(candidate.lengths)
+    found = peak(candidate.program, candidate.theory.graph, exact, candidate.storage_of)
+    return bool((found.total <= np.asarray(exact.capacity) * (1 + 1e-9)).all())
