@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.whole_models import TOLERANCE, Case, compare, prepared
 from hapx.synth.astar import Statistics
 from hapx.synth.domain import Synthesis
-from hapx.synth.search import BUDGET, _search
+from hapx.synth.search import BUDGET, WIDE, _search, _widened
 
 CASES = (Case("GPT", "8"), Case("BERT-MoE", "4"), Case("BERT-MoE", "8"), Case("GPT", "2x2", keep=6), Case("BERT-MoE", "2x2", keep=4))
 BUDGETS = (BUDGET, BUDGET // 10, BUDGET // 100, 0)
@@ -21,19 +21,22 @@ BUDGETS = (BUDGET, BUDGET // 10, BUDGET // 100, 0)
 
 def cut_table(time_limit: float, cases: tuple[Case, ...] = CASES) -> tuple[Table, bool]:
     """The table, and whether no search was further from the optimum than it said."""
-    table = Table("model", "mesh", "triples", "budget", "expansions", "ended by", "reported gap", "true gap", "time",
+    table = Table("model", "mesh", "triples", "budget", "expansions", "ended by", "reported gap", "true gap", "after a wider beam", "time",
                   title="4. The search's limits: what they cost where the optimum is known")  # fmt: skip
     good = True
     for case in cases:
         oracle, p = compare(case, time_limit).oracle, prepared(case)
         for budget in BUDGETS:
-            began, statistics = time.perf_counter(), Statistics()
-            best = _search(Synthesis(p.problem, p.shares, None), statistics, budget=budget)
-            assert best is not None
+            began, statistics, domain = time.perf_counter(), Statistics(), Synthesis(p.problem, p.shares, None)
+            first = _search(domain, statistics, budget=budget)
+            reported = statistics.gap
+            best = _widened(domain, statistics, first, WIDE)
+            assert first is not None and best is not None
             # against the program that the oracle found; where its proof is not complete, this is the gap to a program, not to the optimum
-            gap = max(best.estimate / oracle.cost - 1, 0.0)
-            good &= best.estimate * (1 - statistics.gap) <= oracle.cost * (1 + TOLERANCE)
+            gaps = [max(x.estimate / oracle.cost - 1, 0.0) for x in (first, best)]
+            good &= all(x.estimate * (1 - gap) <= oracle.cost * (1 + TOLERANCE) for x, gap in ((first, reported), (best, statistics.gap)))
             table.add_row(case.model, case.mesh, case.triples, str(budget),
-                          str(statistics.expansions), "budget" if statistics.unproven else "proof", f"{statistics.gap:.2%}", f"{gap:.2%}",
+                          str(statistics.expansions), "budget" if statistics.unproven else "proof", f"{reported:.2%}",
+                          *(f"{gap:.2%}" for gap in gaps),
                           f"{time.perf_counter() - began:.1f} s")  # fmt: skip
     return table, good

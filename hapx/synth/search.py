@@ -9,8 +9,9 @@ is least among all programs that fit, with the costs of its steps for the balanc
 Memory is first left out. If the program found then fits, it is the answer, because a relaxation's optimum that is feasible is optimal; otherwise
 memory gets a price (`hapx.synth.limited`), and in small problems the search is then made with memory as part of the state.
 
-How exact: programs of up to `EXACT` steps, and all on meshes of one axis, are optimal. Larger ones on several axes are within `WITHIN` of the
-optimum, proven by the bound; where memory must be priced, the prices may leave a gap. `statistics.gap` says what was proven.
+How exact: programs of up to `EXACT` steps, and all on meshes of one axis, are optimal, unless the search ends with its budget; larger ones on several
+axes are within `WITHIN` of the optimum, proven by the bound. A search that ends with its budget is followed by a wider beam. Where memory must be
+priced, the prices may leave a gap. `statistics.gap` says what was proven.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from hapx.theory.triple import Theory
 BEAMS = (4,)
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
 EXACT = 100  # steps up to which a problem on several axes is solved to the end
+WIDE = 16  # width of the beam that follows where a search ends with its budget, and
+WIDEST = 256  # the same where memory binds in a problem of up to EXACT steps
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
 
@@ -59,7 +62,8 @@ def attempt(
 ) -> tuple[Solution | None, tuple[Solution, ...]]:
     """As `solve`; where nothing fits, None and what other ratios may make fit: the cheapest program, then the one of least memory."""
     statistics = Statistics()
-    best = _search(Synthesis(problem, shares, None), statistics)
+    domain = Synthesis(problem, shares, None)
+    best = _widened(domain, statistics, _search(domain, statistics), WIDE)
     if best is None:
         raise _stuck(problem)
     cheapest = solution(problem, best, best.estimate, key, statistics)
@@ -93,7 +97,11 @@ def _limited(
     if len(problem.steps) <= EXACT:
         if best is not None:  # as an incumbent: with its seconds alone
             best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, best.parent, best.move)
-        best = search(Synthesis(problem, shares, limits, prices=found.prices), statistics, best, BUDGET)
+        domain = Synthesis(problem, shares, limits, prices=found.prices)
+        own = Statistics()
+        best = _widened(domain, own, search(domain, own, best, BUDGET), WIDEST)
+        statistics.gap = 0.0  # that of the program without limits
+        statistics.add(own)
         cost = best.estimate if best is not None else cost
     elif best is not None:
         statistics.gap = max(statistics.gap, 1 - found.bound / cost)
@@ -133,6 +141,18 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     for width in BEAMS:
         best = beam(domain, width, statistics, best)
     return search(domain, statistics, best, budget, _tolerance(domain.problem) if tolerance is None else tolerance)
+
+
+def _widened(domain: Synthesis, statistics: Statistics, best: State | None, width: int) -> State | None:
+    """Where a search ended with its budget, a wider beam tries once more: a best-first search that ends early has hardly seen the last steps.
+    statistics: of this search alone."""
+    if best is None or not statistics.unproven:
+        return best
+    bound = best.estimate * (1 - statistics.gap)
+    best = beam(domain, width, statistics, best)
+    assert best is not None
+    statistics.gap = max(0.0, 1 - bound / best.estimate)
+    return best
 
 
 def _tolerance(problem: Problem) -> float:

@@ -37,6 +37,15 @@ def test_search_is_as_good(case: Case) -> None:
     assert compared.cost == pytest.approx(compared.oracle.cost, rel=1e-6)
 
 
+@pytest.mark.slow
+def test_a_search_that_ends_with_its_budget_says_how_good_it_is() -> None:
+    """The mixture needs more partial programs than the budget: the wider beam comes near the optimum, and the gap covers what is left."""
+    compared = compare(Case("BERT-MoE", "4"), 100)
+    assert compared.solution.statistics.unproven == 1
+    assert compared.good
+    assert compared.oracle.bound <= compared.cost <= 1.001 * compared.oracle.cost
+
+
 def test_a_worse_search_is_found() -> None:
     compared = compare(Case("CNN", "4"), 60)
     for factor in (0.99, 1.01):
