@@ -66,6 +66,7 @@ def attempt(
     best = _widened(domain, statistics, _search(domain, statistics), WIDE)
     if best is None:
         raise _stuck(problem)
+    bound = best.estimate * (1 - statistics.gap)
     cheapest = solution(problem, best, best.estimate, key, statistics)
     if limits is None or all(map(le, best.memory, limits)):
         return cheapest, ()
@@ -77,7 +78,9 @@ def attempt(
     if least.cost > 1:
         return None, (cheapest, least)
     statistics.add(least.statistics)
-    return _timed(problem, shares, least, statistics), ()
+    fits = _timed(problem, shares, least, statistics)
+    statistics.gap = max(0.0, 1 - bound / fits.cost)  # of what fits nothing is known but that it takes no less than without limits
+    return fits, ()
 
 
 def _limited(
