@@ -50,7 +50,7 @@ SECTIONS = {
     "1": Section(
         "The whole space",
         """Random graphs over registered operators with real costs on four devices of one to three kinds. Each node keeps a part of its triples,
-so that at least 1000 and at most 8000 programs are legal; `hapx/synth/exhaustive.py` goes through all of them, one by one, without anything of the
+so that at least 1000 and at most 5000 programs are legal; `hapx/synth/exhaustive.py` goes through all of them, one by one, without anything of the
 search. Where memory binds, the limits are what a program drawn at random needs and the cheapest one exceeds.""",
         lambda options: whole_space(options.graphs),
     ),

@@ -29,7 +29,7 @@ FLAT = Mesh("flat", (Axis("devices", 4, "devices"),), (0, 1, 2, 3), 0)
 SQUARE = Mesh("2x2", (Axis("machines", 2, "machines"), Axis("devices", 2, "devices")), (0, 1, 2, 3), 0)
 SPEEDS = {"fast": 4e7, "medium": 2e7, "slow": 1e7}
 LEAST = 1000  # legal programs of a case
-MOST = 8 * LEAST  # a triple that makes more is not put back
+MOST = 5 * LEAST  # a triple that makes more is not put back
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class _TooMany(Exception):
 
 
 class Enumeration:
-    """All programs of a theory. most: end where there are more, or three times as many partial programs.
+    """All programs of a theory. most: end where there are more, or eight times as many operands were tried.
     `found`: (seconds, bytes per kind) of each."""
 
     def __init__(self, theory: Theory, costs: CostModel, shares: Shares, limits: Array | None = None, forms: frozenset[str] = ALL_FORMS,
@@ -65,7 +65,7 @@ class Enumeration:
         self.graph = theory.graph
         self.whole = Placement((REPLICATED,) * len(theory.mesh.axes))
         self.found: list[tuple[float, Array]] = []
-        self.visited = 0
+        self.tried = 0
         self.zero: Array = (0.0,) * len(costs.kinds)
         # prices are looked up many times; they are computed once, each from its own triple or path
         self._terms: dict[int, tuple[Term, Array]] = {}
@@ -96,9 +96,6 @@ class Enumeration:
         return ref.kind in (Kind.INPUT, Kind.CONSTANT) and ref.name not in self.graph.producer
 
     def _node(self, k: int, have: Available, running: Running) -> None:
-        self.visited += 1
-        if self.most is not None and max(len(self.found), self.visited / 3) > self.most:
-            raise _TooMany
         if k == len(self.graph.nodes):
             self._output(0, have, running)
             return
@@ -125,6 +122,9 @@ class Enumeration:
 
     def _operand(self, needed: Property, have: Available, running: Running) -> Iterator[tuple[Available, Running]]:
         name = needed.tensor
+        self.tried += 1
+        if self.most is not None and max(len(self.found), self.tried / 8) > self.most:
+            raise _TooMany
         if name not in have:
             once = sum(t.tensor == name for ts in self.theory.triples for t in ts[0].pre) == 1
             options = self.theory.stored[name]
