@@ -299,6 +299,8 @@ class CostModel:
 
     def _step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
         found: list[CommunicationCost] = []
+        if self.links[step.axis].size == 1:
+            return found
         for direction, name in self.collectives(ref, step.source, step.target, step.free):
             if direction == "synchronise":
                 found.append(CommunicationCost(direction, self._in_bucket(ref, step, after), self.links[step.axis].cuts))

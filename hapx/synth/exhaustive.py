@@ -1,7 +1,7 @@
 """The oracle of the search: every legal program of a small graph, one by one, without tables, masks, dominance or bounds.
 
-In: a Theory, its CostModel, shares, memory limits. Out: the least cost and how many legal programs there are. Shares only the theory, the cost terms
-and the conversions with the search.
+In: a Theory, its CostModel, shares, memory limits. Out: cost and memory of every legal program; the least cost, and how many there are. Shares only
+the theory, the cost terms and the conversions with the search.
 
 A program is legal when every node runs by one of its triples and every operand is read from a placement that is available, that is free from an
 available one, or that one conversion makes from such a placement; the first use of a parameter also chooses how it is stored.
@@ -43,25 +43,35 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """cost: of the cheapest program that fits (inf: none does); programs: how many are legal; fitting: how many of them fit."""
+    """cost: of the cheapest program that fits (inf: none does); programs: how many are legal; fitting: how many of them fit; complete: whether
+    these are all."""
 
     cost: float
     programs: int
     fitting: int
+    complete: bool = True
+
+
+class _TooMany(Exception):
+    """There are more programs than wanted."""
 
 
 class Enumeration:
-    """All programs of a theory."""
+    """All programs of a theory. most: end where there are more, or eight times as many operands were tried.
+    `found`: (seconds, bytes per kind) of each."""
 
-    def __init__(self, theory: Theory, costs: CostModel, shares: Shares, limits: Array | None = None, forms: frozenset[str] = ALL_FORMS):
-        self.theory, self.costs, self.shares, self.limits, self.forms = theory, costs, shares, limits, forms
+    def __init__(self, theory: Theory, costs: CostModel, shares: Shares, limits: Array | None = None, forms: frozenset[str] = ALL_FORMS,
+                 most: int | None = None):  # fmt: skip
+        self.theory, self.costs, self.shares, self.limits, self.forms, self.most = theory, costs, shares, limits, forms, most
         self.graph = theory.graph
         self.whole = Placement((REPLICATED,) * len(theory.mesh.axes))
-        self.best, self.programs, self.fitting = float("inf"), 0, 0
+        self.found: list[tuple[float, Array]] = []
+        self.tried = 0
         self.zero: Array = (0.0,) * len(costs.kinds)
         # prices are looked up many times; they are computed once, each from its own triple or path
         self._terms: dict[int, tuple[Term, Array]] = {}
         self._instructions = [[(t, costs.instruction(t)) for t in ts if form_allowed(t.body, forms)] for ts in theory.triples]
+        self._storages: dict[tuple[str, Placement], tuple[Array, float]] = {}
         self._ways: dict[tuple[str, frozenset[Placement], Placement], list[tuple[frozenset[Placement], StepCost | None]]] = {}
 
     def run(self) -> Count:
@@ -70,9 +80,18 @@ class Enumeration:
         memory = self.zero
         for name, stored in self.theory.stored.items():
             if name not in used:
-                memory = _plus(memory, self._at(self.costs.storage(self.graph.refs[name], stored[0])))
-        self._node(0, have, Running(0.0, self.zero, self.zero, memory))
-        return Count(self.best, self.programs, self.fitting)
+                memory = _plus(memory, self._storage(name, stored[0])[0])
+        self.found.clear()
+        try:
+            self._node(0, have, Running(0.0, self.zero, self.zero, memory))
+        except _TooMany:
+            return replace(self.within(self.limits), complete=False)
+        return self.within(self.limits)
+
+    def within(self, limits: Array | None) -> Count:
+        """What was found, with other limits."""
+        fitting = [cost for cost, memory in self.found if limits is None or all(m <= limit for m, limit in zip(memory, limits, strict=True))]
+        return Count(min(fitting, default=float("inf")), len(self.found), len(fitting))
 
     def _source(self, ref: TensorRef) -> bool:
         return ref.kind in (Kind.INPUT, Kind.CONSTANT) and ref.name not in self.graph.producer
@@ -88,10 +107,7 @@ class Enumeration:
 
     def _output(self, k: int, have: Available, running: Running) -> None:
         if k == len(self.graph.outputs):
-            self.programs += 1
-            if self.limits is None or all(m <= limit for m, limit in zip(running.memory, self.limits, strict=True)):
-                self.fitting += 1
-                self.best = min(self.best, running.total)
+            self.found.append((running.total, running.memory))
             return
         tensor = self.graph.outputs[k].tensor
         for placement in self.theory.outputs[tensor]:
@@ -107,13 +123,15 @@ class Enumeration:
 
     def _operand(self, needed: Property, have: Available, running: Running) -> Iterator[tuple[Available, Running]]:
         name = needed.tensor
+        self.tried += 1
+        if self.most is not None and max(len(self.found), self.tried / 8) > self.most:
+            raise _TooMany
         if name not in have:
             once = sum(t.tensor == name for ts in self.theory.triples for t in ts[0].pre) == 1
             options = self.theory.stored[name]
             for stored in storages(options, needed.placement) if once else options:
-                memory = _plus(running.memory, self._at(self.costs.storage(self.graph.refs[name], stored)))
-                update = max(self._at(self.costs.update(self.graph.refs[name], stored))) if self.graph.mode == "train" else 0.0
-                kept = replace(running, memory=memory, cost=running.cost + update)
+                memory, update = self._storage(name, stored)
+                kept = Running(running.cost + update, running.forward, running.backward, _plus(running.memory, memory))
                 yield from self._operand(needed, {**have, name: frozenset({stored})}, kept)
             return
         key = name, have[name], needed.placement
@@ -121,6 +139,14 @@ class Enumeration:
             self._ways[key] = list(self._conversions(*key))
         for after, cost in self._ways[key]:
             yield {**have, name: after}, running if cost is None else self._add(running, cost)
+
+    def _storage(self, name: str, stored: Placement) -> tuple[Array, float]:
+        """Bytes per kind of a parameter as it is stored, and the seconds of its update."""
+        if (name, stored) not in self._storages:
+            ref = self.graph.refs[name]
+            update = max(self._at(self.costs.update(ref, stored))) if self.graph.mode == "train" else 0.0
+            self._storages[name, stored] = self._at(self.costs.storage(ref, stored)), update
+        return self._storages[name, stored]
 
     def _conversions(self, name: str, placements: frozenset[Placement], target: Placement) -> Iterator[tuple[frozenset[Placement], StepCost | None]]:
         """Ways to have a tensor in `target`: the placements that it has afterwards, and what that costs."""

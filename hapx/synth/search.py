@@ -9,8 +9,9 @@ is least among all programs that fit, with the costs of its steps for the balanc
 Memory is first left out. If the program found then fits, it is the answer, because a relaxation's optimum that is feasible is optimal; otherwise
 memory gets a price (`hapx.synth.limited`), and in small problems the search is then made with memory as part of the state.
 
-How exact: programs of up to `EXACT` steps (`EXACT_FLAT` on meshes of one axis) are optimal. Larger ones are within `WITHIN` of the optimum, proven by
-the bound; where memory must be priced, the prices may leave a gap. `statistics.gap` says what was proven.
+How exact: programs of up to `EXACT` steps (`EXACT_FLAT` on meshes of one axis) are optimal, unless the search ends with its budget; larger ones are
+within `WITHIN` of the optimum, proven by the bound. A search that ends with its budget is followed by a wider beam. Where memory must be priced, the
+prices may leave a gap. `statistics.gap` says what was proven.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ REMEMBERED = 2  # programs that the next search begins with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
 EXACT = 100  # steps up to which a problem on several axes is solved to the end
 EXACT_FLAT = 400  # and one on a single axis
+WIDE = (16, 4)  # width of the beam that follows where a search ends with its budget, on meshes of one axis and of several, and
+WIDEST = 256  # the same where memory binds in a problem of up to EXACT steps
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
 
@@ -61,9 +64,11 @@ def attempt(
 ) -> tuple[Solution | None, tuple[Solution, ...]]:
     """As `solve`; where nothing fits, None and what other ratios may make fit: the cheapest program, then the one of least memory."""
     statistics = Statistics()
-    best = _search(Synthesis(problem, shares, None), statistics)
+    domain = Synthesis(problem, shares, None)
+    best = _search(domain, statistics)
     if best is None:
         raise _stuck(problem)
+    bound = best.estimate * (1 - statistics.gap)
     cheapest = solution(problem, best, best.estimate, key, statistics)
     if limits is None or all(map(le, best.memory, limits)):
         return cheapest, ()
@@ -75,7 +80,9 @@ def attempt(
     if least.cost > 1:
         return None, (cheapest, least)
     statistics.add(least.statistics)
-    return _timed(problem, shares, least, statistics), ()
+    fits = _timed(problem, shares, least, statistics)
+    statistics.gap = max(0.0, 1 - bound / fits.cost)  # of what fits nothing is known but that it takes no less than without limits
+    return fits, ()
 
 
 def _limited(
@@ -96,7 +103,11 @@ def _limited(
         if best is not None:  # as an incumbent: with its seconds alone
             best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, best.parent, best.move)
         domain = Synthesis(problem, shares, limits, prices=found.prices)
-        best = _counted(domain, statistics, search(domain, statistics, best, BUDGET, watch=problem.watch))
+        own = Statistics()
+        best = _counted(domain, own, search(domain, own, best, BUDGET, watch=problem.watch))
+        best = _widened(domain, own, best, WIDEST)
+        statistics.gap = 0.0  # that of the program without limits
+        statistics.add(own)
         cost = best.estimate if best is not None else cost
     elif best is not None:
         statistics.gap = max(statistics.gap, 1 - found.bound / cost)
@@ -125,7 +136,7 @@ def program_key(theory: Theory) -> ProgramKey:
     return ProgramKey(graph.mode, tuple(graph.refs[n].shape for n in graph.input_names))
 
 
-def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET) -> State | None:
+def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET, wide: bool = True) -> State | None:
     """First good programs, so that most of what the search would generate is above the best of them: those that were found at other shares, or else
     those that people write by hand and what beams find."""
     problem = domain.problem
@@ -139,10 +150,11 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
             best = beam(domain, 1, statistics, best)
         domain.only = None
         best = beam(domain, WIDTH, statistics, best)
-    unproven = statistics.unproven
-    best = search(domain, statistics, best, budget, _tolerance(problem) if tolerance is None else tolerance, problem.watch)
-    if found and statistics.unproven > unproven:
-        best = beam(domain, WIDTH, statistics, best)
+    own = Statistics()
+    best = search(domain, own, best, budget, _tolerance(problem) if tolerance is None else tolerance, problem.watch)
+    if wide:
+        best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1])
+    statistics.add(own)
     if best is not None:
         problem.programs[:] = [best, *problem.programs[: REMEMBERED - 1]]
     return _counted(domain, statistics, best)
@@ -152,6 +164,18 @@ def _counted(domain: Synthesis, statistics: Statistics, best: State | None) -> S
     """`best`, once what the domain did not follow is counted."""
     statistics.bounded += domain.bounded
     statistics.unfit += domain.unfit
+    return best
+
+
+def _widened(domain: Synthesis, statistics: Statistics, best: State | None, width: int) -> State | None:
+    """Where a search ended with its budget, a wider beam tries once more: a best-first search that ends early has hardly seen the last steps.
+    statistics: of this search alone."""
+    if best is None or not statistics.unproven:
+        return best
+    bound = best.estimate * (1 - statistics.gap)
+    best = beam(domain, width, statistics, best)
+    assert best is not None
+    statistics.gap = max(0.0, 1 - bound / best.estimate)
     return best
 
 

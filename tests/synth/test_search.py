@@ -59,6 +59,18 @@ def test_equals_enumeration_where_memory_binds(seed):
     replay(solution.program, theory, solution.storage_of)
 
 
+def test_the_smallest_program_says_how_good_it_is(monkeypatch):
+    """Where no search finds what fits, the program of least memory is taken; its gap covers how much dearer it is than the best one."""
+    theory, costs, shares = case(25)
+    free = synthesize(theory, costs, shares, restriction=RULE)
+    limits = tuple(0.999 * m for m in free.memory)
+    monkeypatch.setattr("hapx.synth.search._limited", lambda *_: None)
+    found = synthesize(theory, costs, shares, limits, restriction=RULE)
+    best = Enumeration(theory, costs, shares, limits=limits, forms=PADDED).run().cost
+    assert found.cost > best
+    assert found.cost * (1 - found.statistics.gap) <= best * (1 + 1e-9)
+
+
 def test_least_memory_is_least():
     theory, costs, shares = case(25)
     least = least_memory(build(theory, costs, RULE), shares, (1.0,) * len(costs.kinds), program_key(theory))

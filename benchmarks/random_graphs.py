@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from hapx.graph.segments import graph_hash
 from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef
@@ -51,22 +52,22 @@ class GraphMaker:
 
     def finish(self, x: str) -> Graph:
         loss = self.call("aten.sum.default", (), self=x, dtype=None)
-        graph = Graph(
-            refs=self.refs,
-            nodes=tuple(self.nodes),
-            outputs=(Output(loss, "loss"),),
-            regions=(),
-            tied=(),
-            segment_of=(0,) * len(self.nodes),
-            block_of=(None,) * len(self.nodes),
-            input_names=tuple(r.name for r in self.refs.values() if r.kind is Kind.INPUT),
-            batch=self.batch,
-            mode="train",
-            constants={},
-            hash="",
+        return _hashed(
+            Graph(
+                refs=self.refs,
+                nodes=tuple(self.nodes),
+                outputs=(Output(loss, "loss"),),
+                regions=(),
+                tied=(),
+                segment_of=(0,) * len(self.nodes),
+                block_of=(None,) * len(self.nodes),
+                input_names=tuple(r.name for r in self.refs.values() if r.kind is Kind.INPUT),
+                batch=self.batch,
+                mode="train",
+                constants={},
+                hash="",
+            )
         )
-        object.__setattr__(graph, "hash", graph_hash(graph))
-        return graph
 
 
 def random_graph(
@@ -88,3 +89,33 @@ def random_graph(
         else:
             values.append(maker.binary(x, rng.choice(alike), rng.choice(("add", "mul"))))
     return maker.finish(values[-1])
+
+
+def branching_graph(seed: int, batch: int = 2, widths: tuple[int, ...] = (24, 36, 48)) -> Graph:
+    """Two or three branches of two or three operators from one value, written one after the other, joined by sums and products. The batch is so small
+    that channels are what is worth splitting: there are communications whose order can matter."""
+    rng = random.Random(seed)
+    maker = GraphMaker(batch)
+    width = rng.choice(widths)
+    x = maker.linear(maker.input(batch, rng.choice(widths)), width, False)
+    ends = []
+    for _ in range(rng.choice((2, 2, 3))):
+        at = maker.linear(x, rng.choice(widths), False)
+        if rng.random() < 0.5:
+            at = maker.unary(at, rng.choice(("gelu", "relu")))
+        ends.append(maker.linear(at, width, False))
+    joined = ends[0]
+    for end in ends[1:]:
+        joined = maker.binary(joined, end, rng.choice(("add", "mul")))
+    return maker.finish(joined)
+
+
+def reordered(graph: Graph, order: Sequence[int]) -> Graph:
+    """The same computation with its nodes in another topological order."""
+    assert not graph.regions and sorted(order) == list(range(len(graph.nodes)))
+    nodes, segments, blocks = ([values[i] for i in order] for values in (graph.nodes, graph.segment_of, graph.block_of))
+    return _hashed(replace(graph, nodes=tuple(nodes), segment_of=tuple(segments), block_of=tuple(blocks)))
+
+
+def _hashed(graph: Graph) -> Graph:
+    return replace(graph, hash=graph_hash(graph))
