@@ -13,8 +13,10 @@ Invariant: a candidate's time, memory and program are those of its integer lengt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,6 +34,7 @@ from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import simulate_program
+from hapx.starts import carried
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.problem import Problem, build
@@ -95,13 +98,16 @@ class Counters:
     search_time: float = 0.0
     simulation_time: float = 0.0
     alternations: int = 0
+    kept: list[tuple[float, ...]] = field(default_factory=list)  # per start, the least cost seen after every step of the alternation
+    ended: Counter[str] = field(default_factory=Counter)  # why alternations ended
     views: list[str] = field(default_factory=list)
     search: Statistics = field(default_factory=Statistics)
 
     def as_dict(self) -> dict[str, Any]:
         times = {"theory_time": self.theory_time, "search_time": self.search_time, "simulation_time": self.simulation_time}
         counts = {name: getattr(self.search, name) for name in ("expansions", "generated", "dominated", "bounded", "unproven", "gap")}
-        return {**times, **counts, "alternations": self.alternations, "views": tuple(self.views)}
+        ended = {f"ended_{why}": n for why, n in sorted(self.ended.items())}
+        return {**times, **counts, "alternations": self.alternations, **ended, "views": tuple(self.views)}
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,7 @@ class Setting:
     given: Mapping[str, Placement] = field(default_factory=dict)
     fixed: Mapping[Cut, tuple[int, ...]] = field(default_factory=dict)
     start: Mapping[Row, tuple[float, ...]] | None = None
+    old: Plan | None = None  # of the same restriction: where its mesh is tried again, it is a start and a candidate
 
 
 def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> list[Candidate]:
@@ -124,6 +131,7 @@ def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | Non
 
     Raises InsufficientMemoryError or PlanError where no view has a program."""
     found: list[Candidate] = []
+    old: list[Candidate] = []
     failures: list[HapError] = []
     for mesh in views(setting.cluster, setting.rule) if meshes is None else meshes:
         began = time.perf_counter()
@@ -131,27 +139,32 @@ def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | Non
         counters.theory_time += time.perf_counter() - began
         began = time.perf_counter()
         try:
-            found += _Alternation(setting, theory, counters).candidates(min((c.cost for c in found), default=float("inf")))
+            alternation = _Alternation(setting, theory, counters)
+            found += alternation.candidates(min((c.cost for c in found), default=float("inf")))
+            old += [alternation.old] if alternation.old is not None else []
         except (InsufficientMemoryError, PlanError) as failure:
             failures.append(failure)
         counters.search_time += time.perf_counter() - began
         counters.views.append(mesh.name)
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
-    ranked = _ranked(setting, found, counters)
+    ranked = _ranked(setting, found, old, counters)
     counters.search.gap = ranked[0].gap
     return ranked
 
 
-def _ranked(setting: Setting, found: list[Candidate], counters: Counters) -> list[Candidate]:
-    """The best candidates, each simulated, in the order of their simulated times; the best of every view is among them."""
+def _ranked(setting: Setting, found: list[Candidate], old: list[Candidate], counters: Counters) -> list[Candidate]:
+    """The best candidates, each simulated, in the order of their simulated times; the best of every view and the old plan are among them."""
     began = time.perf_counter()
     found = sorted(found, key=lambda c: c.cost)
     first = {c.mesh.name: c for c in reversed(found)}
-    chosen = sorted({id(c): c for c in [*first.values(), *found[:SIMULATED]]}.values(), key=lambda c: c.cost)
+    chosen = sorted({id(c): c for c in [*first.values(), *found[:SIMULATED], *old]}.values(), key=lambda c: c.cost)
     simulated = [replace(c, time=simulate_program(c.program, setting.graph, c.costs, c.lengths).total) for c in chosen]
     counters.simulation_time += time.perf_counter() - began
     return sorted(simulated, key=lambda c: c.time)
+
+
+_Balanced = tuple[float, Solution, Objective, dict[Row, Vector]]  # seconds, a program, its costs, its best ratios
 
 
 class _Alternation:
@@ -166,12 +179,16 @@ class _Alternation:
         self.kinds, self.sizes = self.costs.kinds, self.costs.sizes
         self.rows = tuple(theory.mesh.row(theory.mesh.uneven, kind) for kind in _ROW_KINDS) if theory.mesh.uneven is not None else ()
         self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
+        self.cuts = sorted(self.problem.cuts, key=str)  # sets of them have another order in every process
         self.found: dict[tuple[Any, ...], Candidate] = {}
         self.prices: tuple[float, ...] | None = None  # of memory, once it binds
+        self.old = carried(setting.old, setting.key, theory, self.costs, self.capacity) if setting.old is not None else None
 
     def candidates(self, known: float) -> list[Candidate]:
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views."""
         failure: InsufficientMemoryError | None = None
+        if self.old is not None:
+            self._alternate(self._by_kind(self.old.shares), known, self.old.lengths)
         for ratios in self._starts():
             try:
                 self._alternate(ratios, known)
@@ -180,7 +197,12 @@ class _Alternation:
         if not self.found:
             assert failure is not None
             raise failure
-        return list(self.found.values())
+        return [*self.found.values(), *([self.old] if self.old is not None else [])]
+
+    def _by_kind(self, shares: Mapping[Row, tuple[float, ...]]) -> dict[Row, Vector]:
+        """Shares per coordinate as shares per kind; of a row without shares, proportional to speed."""
+        own = {row: np.array([max(shares[row][c] for c in kind) for kind in self.kinds]) for row in self.rows if row in shares}
+        return dict.fromkeys(self.rows, np.asarray(self.costs.speeds)) | own
 
     def _starts(self) -> list[dict[Row, Vector]]:
         n = sum(self.sizes)
@@ -189,9 +211,7 @@ class _Alternation:
         if isinstance(ratios, tuple):
             return [self._explicit(ratios)]
         if self.setting.start is not None:
-            start = {row: own for row, own in self.setting.start.items() if row in self.rows}
-            given = {row: np.array([max(own[c] for c in kind) for kind in self.kinds]) for row, own in start.items()}
-            return [dict.fromkeys(self.rows, speed) | given]
+            return [self._by_kind(self.setting.start)]
         # on several axes a search costs more, and ratios that differ only between machines start nearer to the best
         single = np.allclose(even, speed) or len(self.theory.mesh.axes) > 1
         both: list[Vector] = [speed] if single else [speed, even]
@@ -208,47 +228,69 @@ class _Alternation:
     def _lengths(self, ratios: Mapping[Row, Vector]) -> Lengths:
         explicit = self.setting.rule.ratios
         per = {row: explicit if isinstance(explicit, tuple) else per_device(shares.tolist(), self.kinds) for row, shares in ratios.items()}
-        return {**round_ratios(per, self.problem.cuts), **{c: own for c, own in self.fixed.items() if c in self.problem.cuts}}
+        return {**round_ratios(per, self.cuts), **{c: own for c, own in self.fixed.items() if c in self.problem.cuts}}
 
-    def _alternate(self, ratios: dict[Row, Vector], known: float) -> None:
-        """Adds what it meets to `found`. Raises InsufficientMemoryError if no program fits at any ratios that were tried."""
+    def _alternate(self, ratios: dict[Row, Vector], known: float, given: Mapping[Cut, tuple[int, ...]] | None = None) -> None:
+        """Adds what it meets to `found`. given: lengths that are not rounded from the ratios. Raises InsufficientMemoryError if no program fits at
+        any ratios that were tried."""
+        lengths = self._lengths(ratios) | {c: own for c, own in (given or {}).items() if c in self.problem.cuts}
+        kept: list[float] = []
+        try:
+            self.counters.ended[self._run(ratios, lengths, known, kept)] += 1
+        finally:
+            self.counters.kept.append(tuple(kept))
+
+    def _run(self, ratios: dict[Row, Vector], lengths: Lengths, known: float, kept: list[float]) -> str:
+        """One alternation; why it ended. kept: gets the least cost after every step."""
         free = self.setting.rule.ratios == "balanced" and bool(self.rows)
-        lengths, best = self._lengths(ratios), float("inf")
+        best = float("inf")
         for _ in range(MAX_ALTERNATIONS):
             self.counters.alternations += 1
-            solution, goal, balanced = None, None, None
-            for solution, fits in self._solutions(lengths, free):
-                goal = objective(solution.steps, solution.storage, len(self.sizes))
-                if fits:
-                    self._keep(solution, goal, lengths, ratios)
-                    best = min(best, solution.cost)
-                if not free or (fits and solution.cost > HOPELESS * known):
-                    return
-                balanced = balance(goal, self.sizes, self.capacity, ratios, self.costs.lengths_to_shares(self.fixed))
-                if balanced is not None:
+            solution, others = self._solutions(lengths)
+            if solution is not None:
+                self._keep(solution, objective(solution.steps, solution.storage, len(self.sizes)), lengths, ratios)
+                best = min(best, solution.cost)
+                kept.append(best)
+                if not free or solution.cost > HOPELESS * known:
+                    return "hopeless" if free else "given"
+            balanced = self._balanced([solution, *others] if solution is not None else others, ratios) if free else []
+            if not balanced and best == float("inf"):
+                raise too_small(self.problem, others[-1], self.limits)
+            candidate = None
+            for _, solution, goal, ratios in balanced:
+                lengths = self._rounded(goal, self._lengths(ratios))
+                candidate = self._keep(solution, goal, lengths, ratios)
+                if candidate is not None:
                     break
-            if balanced is None or goal is None or solution is None:
-                return
-            ratios = balanced
-            lengths = self._rounded(goal, self._lengths(ratios))
-            candidate = self._keep(solution, goal, lengths, ratios)
-            if candidate is None or candidate.cost >= best * (1 - STALLED):
-                return
-            best = candidate.cost
+            stalled = candidate is None or candidate.cost >= best * (1 - STALLED)
+            best = min(best, candidate.cost) if candidate is not None else best
+            kept.append(best)
+            if stalled and best < float("inf"):
+                return "stalled"
+        if best == float("inf"):
+            raise too_small(self.problem, others[-1], self.limits)
+        return "limit"
 
-    def _solutions(self, lengths: Lengths, free: bool) -> Iterator[tuple[Solution, bool]]:
-        """The best program at these lengths that fits. If none does but ratios may change: the cheapest one (other ratios may make it fit), then the
-        one of least memory; then InsufficientMemoryError is raised, naming the device and what it lacks."""
-        found, nearest = attempt(self.problem, self.costs.lengths_to_shares(lengths), self.limits, self.setting.key, self.prices)
-        for solution in (found,) if found is not None else nearest:
+    def _balanced(self, solutions: Sequence[Solution], ratios: Mapping[Row, Vector]) -> list[_Balanced]:
+        """The programs that fit at some ratios, each at its best, the fastest first."""
+        fixed, found = self.costs.lengths_to_shares(self.fixed), []
+        for solution in solutions:
+            goal = objective(solution.steps, solution.storage, len(self.sizes))
+            best = balance(goal, self.sizes, self.capacity, ratios, fixed)
+            if best is not None:
+                time = goal.time({cut: fixed[cut] if cut in fixed else best[cut.row] for cut in goal.cuts})
+                found.append((time, solution, goal, best))
+        return sorted(found, key=itemgetter(0))
+
+    def _solutions(self, lengths: Lengths) -> tuple[Solution | None, tuple[Solution, ...]]:
+        """The best program at these lengths that fits, if any does; and what other ratios may make fit: the cheapest program without limits, then,
+        where none fits, the one of least memory."""
+        found, others = attempt(self.problem, self.costs.lengths_to_shares(lengths), self.limits, self.setting.key, self.prices)
+        for solution in (found,) if found is not None else others:
             self.counters.search.add(solution.statistics)
         if found is not None:
             self.prices = found.prices or self.prices
-            yield found, True
-            return
-        if free:
-            yield from ((solution, False) for solution in nearest)
-        raise too_small(self.problem, nearest[-1], self.limits)
+        return found, others
 
     def _rounded(self, goal: Objective, lengths: Lengths) -> Lengths:
         """Lengths after rounding, made to fit, then improved where units are few."""
@@ -296,14 +338,16 @@ _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 def plan_graphs(
     graphs: Sequence[Graph], cluster: ClusterSpec, *,
     strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
-    keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0,
+    keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0, old: Plan | None = None,
 ) -> Plan:  # fmt: skip
-    """A plan for the first graph, which chooses mesh and storage, with further programs for the others."""
+    """A plan for the first graph, which chooses mesh and storage, with further programs for the others. old: a plan made before, perhaps for another
+    cluster: where the same mesh is tried under the same restriction, it is one of the starts, and a candidate."""
     graphs = list(map(discover, graphs))
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
     counters = Counters()
-    setting, best = _with_remat(Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer), counters)
+    before = old if old is not None and (old.restriction, old.optimizer) == (rule, optimizer) else None
+    setting, best = _with_remat(Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer, old=before), counters)
     told = {"capture_time": capture_time, "coverage": coverage(setting.graph).as_dict(), **counters.as_dict()}
     plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, told)
     for graph, key in zip(graphs[1:], named[1:], strict=True):

@@ -52,7 +52,7 @@ def whatif_table(plan: Plan, clusters: Mapping[str, ClusterSpec]) -> str:
     said, graph = [], without_blocks(plan.graphs[plan.first])  # what is computed again is chosen anew
     for name, cluster in clusters.items():
         try:
-            again = plan_graphs([graph], cluster, strategy=plan.restriction, optimizer=plan.optimizer, precision=plan.precision)
+            again = plan_graphs([graph], cluster, strategy=plan.restriction, optimizer=plan.optimizer, precision=plan.precision, old=plan)
         except (InsufficientMemoryError, PlanError) as error:
             table.add_row(name, str(cluster.num_devices), "-", "-", "-", "-", "-")
             said.append(f"{name}: {error}")

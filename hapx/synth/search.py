@@ -57,7 +57,7 @@ def solve(problem: Problem, shares: Shares, limits: Vector | None, key: ProgramK
 def attempt(
     problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None
 ) -> tuple[Solution | None, tuple[Solution, ...]]:
-    """As `solve`; where nothing fits, None and what other ratios may make fit: the cheapest program, then the one of least memory."""
+    """As `solve`, with what other ratios may make fit where memory binds: the cheapest program, and the one of least memory if nothing was found."""
     statistics = Statistics()
     best = _search(Synthesis(problem, shares, None), statistics)
     if best is None:
@@ -67,13 +67,13 @@ def attempt(
         return cheapest, ()
     found = _limited(problem, shares, limits, key, best, prices, statistics)
     if found is not None:
-        return found, ()
+        return found, (cheapest,)
     # whatever fits is slow, if anything does
     least = least_memory(problem, shares, limits, key)
     if least.cost > 1:
         return None, (cheapest, least)
     statistics.add(least.statistics)
-    return _timed(problem, shares, least, statistics), ()
+    return _timed(problem, shares, least, statistics), (cheapest,)
 
 
 def _limited(
