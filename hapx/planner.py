@@ -15,8 +15,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -34,7 +35,7 @@ from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import simulate_program
-from hapx.starts import carried
+from hapx.starts import carried, further
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.problem import Problem, build
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 MAX_ALTERNATIONS = 8
 STALLED = 1e-3  # relative improvement below which the alternation ends
 HOPELESS = 1.1  # a view whose first program costs that much more than the best of the others is not balanced further
+FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts
 SIMULATED = 4  # candidates that the simulator ranks
 
 
@@ -181,6 +183,7 @@ class _Alternation:
         self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
         self.cuts = sorted(self.problem.cuts, key=str)  # sets of them have another order in every process
         self.found: dict[tuple[Any, ...], Candidate] = {}
+        self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
         self.prices: tuple[float, ...] | None = None  # of memory, once it binds
         self.old = carried(setting.old, setting.key, theory, self.costs, self.capacity) if setting.old is not None else None
 
@@ -197,7 +200,22 @@ class _Alternation:
         if not self.found:
             assert failure is not None
             raise failure
+        if self.setting.rule.ratios == "balanced" and self.setting.start is None and self.rows and len(self.problem.steps) <= FEW_STEPS:
+            self._further(known)
         return [*self.found.values(), *([self.old] if self.old is not None else [])]
+
+    def _further(self, known: float) -> None:
+        """From more starts, as far as they lead somewhere."""
+        best = self._best()
+        if best.cost > HOPELESS * known:
+            return
+        row, _ = self.rows
+        for start in further(np.asarray(self.costs.speeds), self.sizes, lambda: self._by_kind(self._best().shares)[row]):
+            with suppress(InsufficientMemoryError):  # something else fits
+                self._alternate(dict(zip(self.rows, start, strict=True)), min(known, self._best().cost))
+
+    def _best(self) -> Candidate:
+        return min(self.found.values(), key=attrgetter("cost"))
 
     def _by_kind(self, shares: Mapping[Row, tuple[float, ...]]) -> dict[Row, Vector]:
         """Shares per coordinate as shares per kind; of a row without shares, proportional to speed."""
@@ -213,7 +231,7 @@ class _Alternation:
         if self.setting.start is not None:
             return [self._by_kind(self.setting.start)]
         # on several axes a search costs more, and ratios that differ only between machines start nearer to the best
-        single = np.allclose(even, speed) or len(self.theory.mesh.axes) > 1
+        single = np.allclose(even, speed) or (len(self.theory.mesh.axes) > 1 and len(self.problem.steps) > FEW_STEPS)
         both: list[Vector] = [speed] if single else [speed, even]
         chosen = [even] if ratios == "even" else [speed] if ratios == "speed" else both
         return [dict.fromkeys(self.rows, shares) for shares in chosen]
@@ -245,6 +263,10 @@ class _Alternation:
         free = self.setting.rule.ratios == "balanced" and bool(self.rows)
         best = float("inf")
         for _ in range(MAX_ALTERNATIONS):
+            at = tuple([lengths[c] for c in self.cuts])
+            if at in self.searched:
+                return "repeated"
+            self.searched.add(at)
             self.counters.alternations += 1
             solution, others = self._solutions(lengths)
             if solution is not None:

@@ -1,12 +1,20 @@
-"""Where the alternation of programs and ratios begins.
+"""Where the alternation of programs and ratios begins, beyond shares that are even or proportional to speed.
 
-In: a cost model, the rows of a mesh, an old plan. Out: ratios per row, or a candidate. An old plan of the same model on the same mesh is not only a
-start but a candidate itself, so that what is planned with it is never slower than it is.
+In: a cost model, the rows of a mesh, the best ratios so far, an old plan. Out: ratios per row, or a candidate.
+
+The alternation moves downhill only, and a program that keeps nothing in shards, or leaves no kind of devices out, says nothing of what that would
+bring. So further starts say it (`further`): the fastest kinds alone; the best ratios with parameters kept evenly, or by one kind only; all kinds but
+one. Each costs a search, so they are for small problems, and are given up where their first program is far from the best (see the planner).
+
+An old plan of the same model on the same mesh is not only a start but a candidate itself (`carried`), so that what is planned with it is never slower
+than it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from hapx.balancer.lp import objective
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
@@ -18,6 +26,27 @@ from hapx.plan import Plan, Program, ProgramKey
 from hapx.states import Placement
 from hapx.theory.replay import replay
 from hapx.theory.triple import Theory
+
+
+def further(speeds: Vector, sizes: Sequence[int], compute: Callable[[], Vector]) -> Iterator[tuple[Vector, Vector]]:
+    """(compute row, storage row), as shares of one device of each kind. compute: the best compute row so far, asked for when it is needed."""
+    kinds, number = len(sizes), np.asarray(sizes, dtype=float)
+    even = np.full(kinds, 1 / number.sum())
+
+    def only(chosen: Sequence[int]) -> Vector:
+        shares = np.zeros(kinds)
+        shares[list(chosen)] = speeds[list(chosen)]
+        shares /= (shares * number).sum()
+        return shares
+
+    fastest = np.argsort(-speeds, kind="stable").tolist()
+    for count in range(1, kinds):
+        yield only(fastest[:count]), only(fastest[:count])
+    yield compute(), even
+    for kind in range(kinds if kinds > 1 else 0):
+        yield compute(), only([kind])
+    for kind in reversed(fastest if kinds > 2 else []):
+        yield only([k for k in fastest if k != kind]), even
 
 
 def carried(plan: Plan, key: ProgramKey, theory: Theory, costs: CostModel, capacity: Vector) -> Candidate | None:
