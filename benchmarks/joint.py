@@ -34,8 +34,8 @@ from hapx.states import Row
 from hapx.theory.derive import derive
 
 CASES = 200
-GRID = {2: 12, 3: 4, 4: 3}  # parts of a share, by number of kinds; more kinds as 4
-RANDOM = 15
+GRID = {2: 8, 3: 3, 4: 2}  # parts of a share, by number of kinds; more kinds as 4
+RANDOM = 10
 LEVELS = (0.001, 0.01, 0.05)
 
 

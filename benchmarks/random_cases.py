@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from hapx.cluster.spec import ClusterSpec, DeviceType, Link, Machine
@@ -39,6 +40,7 @@ class Case:
         return self.setting.graph
 
 
+@cache
 def case(seed: int) -> Case:
     """The problem of a seed."""
     rng = random.Random(seed)

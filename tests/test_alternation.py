@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +19,11 @@ from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
 from hapx.plan import Plan
 from hapx.planner import MAX_ALTERNATIONS, Counters, plan_graphs, plan_spmd
+from hapx.restriction import Restriction
 
-SEEDS = (0, 1, 5, 7, 11, 12, 13)  # on flat meshes, memory does not bind
+SEEDS = (0, 5, 13)  # on flat meshes, memory does not bind
 TWO_AXES = 2
-BINDING = 9
+BINDING = 29
 
 
 def planned(of: Case, cluster: ClusterSpec | None = None, old: Plan | None = None) -> Plan:
@@ -24,15 +31,22 @@ def planned(of: Case, cluster: ClusterSpec | None = None, old: Plan | None = Non
     return plan_graphs([of.graph], replace(cluster or of.setting.cluster, mesh=of.mesh.name), old=old)
 
 
+@cache
+def problem_and_plan(seed: int) -> tuple[Case, Plan]:
+    problem = case(seed)
+    return problem, planned(problem)
+
+
 @pytest.mark.parametrize("seed", (*SEEDS, TWO_AXES, BINDING))
 def test_the_best_pair_kept_never_gets_worse(seed: int) -> None:
     problem, counters = case(seed), Counters()
     best = min(c.cost for c in plan_spmd(problem.setting, counters, [problem.mesh]))
-    assert sum(counters.ended.values()) == len(counters.kept) and set(counters.ended) <= {"stalled", "limit", "hopeless"}
+    assert sum(counters.ended.values()) == len(counters.kept) > 2
+    assert set(counters.ended) <= {"stalled", "limit", "hopeless", "repeated"}
     assert all(len(costs) <= 2 * MAX_ALTERNATIONS for costs in counters.kept)
     for costs in counters.kept:
         assert list(costs) == sorted(costs, reverse=True)
-    assert best == pytest.approx(min(min(costs) for costs in counters.kept), rel=1e-9)
+    assert best == pytest.approx(min(costs[-1] for costs in counters.kept if costs), rel=1e-9)
 
 
 def faster_device(cluster: ClusterSpec) -> ClusterSpec:
@@ -50,31 +64,53 @@ def faster_inside(cluster: ClusterSpec) -> ClusterSpec:
     return replace(cluster, machines=(quick, *cluster.machines[1:]))
 
 
-@pytest.mark.parametrize("seed", (*SEEDS, TWO_AXES, BINDING))
-@pytest.mark.parametrize("faster", (faster_device, faster_link, faster_inside))
+FASTER = (faster_device, faster_link, faster_inside)
+
+
+@pytest.mark.parametrize(("seed", "faster"), [*product((0, 5), FASTER), (13, faster_link), (TWO_AXES, faster_device), (BINDING, faster_device)])
 def test_faster_parts_never_make_the_plan_slower(seed: int, faster: Any) -> None:
     """The old plan is a start and a candidate, and the simulator is monotone: not slower at all, but for rounding in the last bits."""
-    problem = case(seed)
-    before = planned(problem)
+    problem, before = problem_and_plan(seed)
     after = planned(problem, faster(problem.setting.cluster), before)
     after.verify()
     assert after.iteration_time <= before.iteration_time * (1 + 1e-12)
     assert after.statistics["alternations"] > 1
 
 
-def test_an_old_plan_is_used_where_it_is_better() -> None:
-    """Nothing but the old plan leads there: from the usual starts another plan is found (case 11 has a gap of more than 1 %)."""
-    problem = case(11)
-    usual = planned(problem)
-    again = planned(problem, old=usual)
-    assert again.iteration_time <= usual.iteration_time
+def test_an_old_plan_is_kept_where_nothing_better_is_found() -> None:
+    """Where the planner may choose nothing but even shares, the balanced plan's program at its own lengths is still a candidate."""
+    problem, before = problem_and_plan(5)
+    even = Restriction("even", mesh=problem.mesh.name, ratios="even")
+    without = plan_graphs([problem.graph], problem.setting.cluster, strategy=even)
+    again = plan_graphs([problem.graph], problem.setting.cluster, strategy=even, old=replace(before, restriction=even))
+    assert before.iteration_time < without.iteration_time
+    assert again.iteration_time == before.iteration_time
 
 
 def test_old_plans_of_other_problems_are_left_alone() -> None:
-    one, other = case(0), case(1)
-    assert planned(one, old=planned(other)).digest == planned(one).digest
+    (one, plan), (_, other) = problem_and_plan(0), problem_and_plan(5)
+    assert planned(one, old=other).digest == plan.digest
     before = plan_graphs([one.graph], replace(one.setting.cluster, mesh="flat"), strategy="dp-even")
-    assert planned(one, old=before).digest == planned(one).digest
+    assert planned(one, old=before).digest == plan.digest
+
+
+PLAN = """
+from benchmarks.random_cases import case
+from hapx.planner import Counters, plan_spmd
+for found in plan_spmd(case(11).setting, Counters(), [case(11).mesh]):
+    print(found.program, found.lengths, found.shares, found.time)
+"""
+
+
+def test_plans_are_the_same_in_every_process() -> None:
+    """Whatever the addresses of objects and the seed of Python's hashes."""
+    root = Path(__file__).parents[1]
+    runs = [
+        subprocess.run([sys.executable, "-c", PLAN], env={**os.environ, "PYTHONHASHSEED": seed}, cwd=root, capture_output=True, text=True, check=True)
+        for seed in ("1", "2")
+    ]
+    assert "gives" in runs[0].stdout
+    assert runs[0].stdout == runs[1].stdout
 
 
 def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
@@ -92,10 +128,10 @@ def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     return replace(cluster, machines=machines, device_types=types, inter=link(cluster.inter))
 
 
-@pytest.mark.parametrize("seed", (*SEEDS, TWO_AXES, BINDING))
+@pytest.mark.parametrize("seed", (*SEEDS, TWO_AXES))
 def test_twice_as_fast_is_half_as_long(seed: int) -> None:
-    problem = case(seed)
-    once, twice = planned(problem), planned(problem, scaled(problem.setting.cluster, 2.0))
+    problem, once = problem_and_plan(seed)
+    twice = planned(problem, scaled(problem.setting.cluster, 2.0))
     assert twice.iteration_time == pytest.approx(once.iteration_time / 2, rel=1e-12)
     assert twice.stages == once.stages and twice.memory == once.memory
     odd = planned(problem, scaled(problem.setting.cluster, 1.7))
@@ -105,34 +141,34 @@ def test_twice_as_fast_is_half_as_long(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_equal_devices_may_change_places(seed: int) -> None:
     """Equal machines in another order, under other names, and their type under a second name: the same plan."""
-    problem = case(seed)
+    problem, one = problem_and_plan(seed)
     cluster = problem.setting.cluster
     twin = replace(cluster.device_types[cluster.machines[-1].devices[-1]], name="twin")
     *others, last = cluster.machines
     renamed = replace(last, name="renamed", devices=(*last.devices[:-1], "twin"))
     changed = replace(cluster, machines=(*others, renamed), device_types={**cluster.device_types, "twin": twin})
-    one, other = planned(problem), planned(problem, changed)
+    other = planned(problem, changed)
     assert other.stages == one.stages and other.iteration_time == one.iteration_time and other.shares == one.shares
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_machines_may_be_listed_in_another_order(seed: int) -> None:
-    problem = case(seed)
+    problem, one = problem_and_plan(seed)
     cluster = problem.setting.cluster
     turned = replace(cluster, machines=tuple(replace(m, devices=m.devices[::-1]) for m in cluster.machines[::-1]))
-    one, other = planned(problem), planned(problem, turned)
+    other = planned(problem, turned)
     assert other.statistics["cost"] == pytest.approx(one.statistics["cost"], rel=1e-3)  # where the alternation stalls
     assert sorted(other.memory) == pytest.approx(sorted(one.memory), rel=0.2)
 
 
 def test_memory_that_binds_nowhere_or_everywhere() -> None:
-    problem = case(BINDING)
+    problem, tight = problem_and_plan(BINDING)
     types = problem.setting.cluster.device_types
 
     def with_memory(size: int) -> ClusterSpec:
         return replace(problem.setting.cluster, device_types={n: replace(t, memory=size) for n, t in types.items()})
 
-    plenty, tight = planned(problem, with_memory(2**40)), planned(problem)
+    plenty = planned(problem, with_memory(2**40))
     assert plenty.iteration_time <= tight.iteration_time * (1 + 1e-9)
     limits: Vector = [types[d.type].memory for d in problem.setting.cluster.devices]  # type: ignore[assignment]
     assert all(m <= limit for m, limit in zip(tight.memory, limits, strict=True))
