@@ -148,6 +148,8 @@ def main() -> None:
             results.append(result)
             if result.gap >= LEVELS[1]:
                 console.print(f"case {result.seed} on {result.mesh}: {result.gap:.2%}")
+            if len(results) % 20 == 0:
+                console.print(f"{len(results)} of {given.cases} cases")
     for table in tables(results):
         console.print(table)
     command = "python -m benchmarks.joint" + (f" --cases {given.cases}" if given.cases != CASES else "")
