@@ -3,8 +3,9 @@
 In: a cost model, the rows of a mesh, the best ratios so far, an old plan. Out: ratios per row, or a candidate.
 
 The alternation moves downhill only, and a program that keeps nothing in shards, or leaves no kind of devices out, says nothing of what that would
-bring. So further starts say it (`further`): the fastest kinds alone; the best ratios with parameters kept evenly, or by one kind only; all kinds but
-one. Each costs a search, so they are for small problems, and are given up where their first program is far from the best (see the planner).
+bring. So further starts say it (`further`): the fastest kinds, or any one kind, alone; the best ratios with parameters kept evenly, or by one kind
+only; all kinds but one. Each costs a search, so they are for small problems, and are given up where their first program is far from the best (see the
+planner).
 
 An old plan of the same model on the same mesh is not only a start but a candidate itself (`carried`), so that what is planned with it is never slower
 than it is.
@@ -42,6 +43,8 @@ def further(speeds: Vector, sizes: Sequence[int], compute: Callable[[], Vector])
     fastest = np.argsort(-speeds, kind="stable").tolist()
     for count in range(1, kinds):
         yield only(fastest[:count]), only(fastest[:count])
+    for kind in fastest[1:]:
+        yield only([kind]), only([kind])
     yield compute(), even
     for kind in range(kinds if kinds > 1 else 0):
         yield compute(), only([kind])
