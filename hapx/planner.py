@@ -1,11 +1,7 @@
 """The planner: graph and cluster in, plan out.
 
-For every mesh view: the theory is derived once, then synthesis and balancing alternate (HAP section 3.3),
-
-    Q <- A*(B),   B <- LP(Q),   until the pair repeats or stops improving,
-
-from several starting ratios, and the best pair seen is kept. The best candidates of all views are ranked again by the event-driven simulator, which
-sees the overlap of gradient synchronisation with backward that the additive cost cannot see.
+For every mesh view: the theory is derived once, then synthesis and balancing alternate (`hapx.alternation`). The best candidates of all views are
+ranked again by the event-driven simulator, which sees the overlap of gradient synchronisation with backward that the additive cost cannot see.
 
 Invariant: a candidate's time, memory and program are those of its integer lengths, never of fractional ratios.
 """
@@ -14,46 +10,31 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from hapx.advice import advised, first_rows
-from hapx.balancer.lp import Objective, balance, objective
-from hapx.balancer.rounding import Lengths, fit, improve, per_device, round_ratios
+from hapx.alternation import Alternation, Counters, Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
-from hapx.cost.terms import Vector
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
-from hapx.fitting import Fitting, within
+from hapx.fitting import within
 from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
 from hapx.progress import Teller, Watcher
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import iteration_time
-from hapx.states import Cut, Placement, Row
-from hapx.synth.astar import Statistics
-from hapx.synth.forbidden import NOTHING, Forbidden
-from hapx.synth.problem import Problem, build
-from hapx.synth.search import attempt, least_memory
-from hapx.synth.writer import Solution
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
-from hapx.theory.triple import Theory
 
 if TYPE_CHECKING:
     from torch import nn
 
-MAX_ALTERNATIONS = 8
-STALLED = 1e-3  # relative improvement below which the alternation ends
-HOPELESS = 1.1  # a view whose first program costs that much more than the best of the others is not balanced further
-CORRECTIONS = 4  # searches at most for one program whose peak fits
 SIMULATED = 4  # candidates that the simulator ranks
 
 
@@ -94,44 +75,6 @@ def _groups_are_equal(cluster: ClusterSpec, inner: int) -> bool:
 # -- one program ------------------------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Counters:
-    """What planning cost, for `Plan.statistics`."""
-
-    theory_time: float = 0.0
-    search_time: float = 0.0  # of which:
-    problem_time: float = 0.0
-    balance_time: float = 0.0
-    simulation_time: float = 0.0
-    alternations: int = 0
-    views: list[str] = field(default_factory=list)
-    tried: list[dict[str, Any]] = field(default_factory=list)  # per view: what came of it
-    search: Statistics = field(default_factory=Statistics)
-
-    def as_dict(self) -> dict[str, Any]:
-        times = {name: getattr(self, name) for name in ("theory_time", "search_time", "problem_time", "balance_time", "simulation_time")}
-        counts = {f.name: getattr(self.search, f.name) for f in fields(self.search)}
-        return {**times, **counts, "alternations": self.alternations, "views": tuple(self.views), "tried": tuple(map(dict, self.tried))}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a program is planned for."""
-
-    graph: Graph
-    key: ProgramKey
-    cluster: ClusterSpec
-    rule: Restriction
-    precision: str
-    optimizer: str
-    given: Mapping[str, Placement] = field(default_factory=dict)
-    fixed: Mapping[Cut, tuple[int, ...]] = field(default_factory=dict)
-    start: Mapping[Row, tuple[float, ...]] | None = None
-    progress: Watcher | None = None
-    forbidden: Forbidden = NOTHING
-    strict: bool = False  # the peak of every program is looked at, not only of those that come near the capacity
-
-
 def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> list[Candidate]:
     """Candidates for one graph on all devices, best first, on every allowed view.
 
@@ -157,6 +100,7 @@ def _without_collections() -> Iterator[None]:
 
 def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None) -> list[Candidate]:
     found: list[Candidate] = []
+    old: list[Candidate] = []
     failures: list[HapError] = []
     allowed = views(setting.cluster, setting.rule) if meshes is None else meshes
     for number, mesh in enumerate(allowed, 1):
@@ -169,9 +113,10 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
         began = time.perf_counter()
         outcome: dict[str, Any] = {"view": mesh.name}
         try:
-            alternation = _Alternation(setting, theory, counters, told)
+            alternation = Alternation(setting, theory, counters, told)
             own = alternation.candidates(known)
             found += own
+            old += [alternation.old] if alternation.old is not None else []
             outcome |= {"programs": len(own), "cost": min(c.cost for c in own), "hopeless": alternation.hopeless}
         except (InsufficientMemoryError, PlanError) as failure:
             failures.append(failure)
@@ -182,7 +127,7 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
         counters.tried.append(outcome)
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
-    ranked = _ranked(setting, found, counters)
+    ranked = _ranked(found, old, counters)
     if not setting.strict and not within(ranked[0]):
         return plan_spmd(replace(setting, strict=True), counters, meshes)
     counters.search.gap = ranked[0].gap
@@ -191,196 +136,19 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
     return ranked
 
 
-def _ranked(setting: Setting, found: list[Candidate], counters: Counters) -> list[Candidate]:
-    """The best candidates, each simulated, in the order of their simulated times; the best of every view is among them."""
+def _ranked(found: list[Candidate], old: list[Candidate], counters: Counters) -> list[Candidate]:
+    """The best candidates, each simulated, in the order of their simulated times; the best of every view and the old plan are among them."""
     began = time.perf_counter()
     found = sorted(found, key=lambda c: c.cost)
     first = {c.mesh.name: c for c in reversed(found)}
-    chosen = sorted({id(c): c for c in [*first.values(), *found[:SIMULATED]]}.values(), key=lambda c: c.cost)
+    chosen = sorted({id(c): c for c in [*first.values(), *found[:SIMULATED], *old]}.values(), key=lambda c: c.cost)
     exact: dict[Any, CostModel] = {}  # candidates of equal lengths share a cost model
     for c in chosen:
         key = id(c.costs), tuple(c.lengths.items())
         exact[key] = exact.get(key) or c.costs.at_lengths(c.lengths)
-    simulated = [replace(c, time=iteration_time(c.program, setting.graph, exact[id(c.costs), tuple(c.lengths.items())])) for c in chosen]
+    simulated = [replace(c, time=iteration_time(c.program, c.theory.graph, exact[id(c.costs), tuple(c.lengths.items())])) for c in chosen]
     counters.simulation_time += time.perf_counter() - began
     return sorted(simulated, key=lambda c: c.time)
-
-
-class _Alternation:
-    """Q <- A*(B), B <- LP(Q) on one mesh."""
-
-    def __init__(self, setting: Setting, theory: Theory, counters: Counters, told: Teller):
-        self.setting, self.theory, self.counters, self.told = setting, theory, counters, told
-        self.costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
-        began = time.perf_counter()
-        self.problem: Problem = build(theory, self.costs, setting.rule, setting.given, setting.forbidden)
-        counters.problem_time += time.perf_counter() - began
-        self.problem.watch = told.watch()
-        self.hopeless = 0.0  # how many times as much as the best of the views before its first program costs, where that ended it
-        self.fitting = Fitting(theory, self.costs, setting.key, setting.strict)
-        self.rejected: tuple[Solution, Lengths] | None = None  # the last program whose peak did not fit at balanced ratios
-        self.kinds, self.sizes = self.costs.kinds, self.costs.sizes
-        self.rows = tuple(theory.mesh.row(theory.mesh.uneven, kind) for kind in _ROW_KINDS) if theory.mesh.uneven is not None else ()
-        self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
-        self.found: dict[tuple[Any, ...], Candidate] = {}
-        self.prices: tuple[float, ...] | None = None  # of memory, once it binds
-
-    @property
-    def limits(self) -> tuple[float, ...]:
-        """Bytes per kind for the sums of the search and of the balancer."""
-        return tuple(self.fitting.limits.tolist())
-
-    def candidates(self, known: float) -> list[Candidate]:
-        """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views."""
-        failure: InsufficientMemoryError | None = None
-        for ratios in self._starts():
-            try:
-                self._alternate(ratios, known)
-            except InsufficientMemoryError as error:
-                failure = failure or error
-        if not self.found:
-            assert failure is not None or self.rejected is not None
-            raise failure or self.fitting.too_small(*self.rejected)  # type: ignore[misc]
-        return list(self.found.values())
-
-    def _starts(self) -> list[dict[Row, Vector]]:
-        n = sum(self.sizes)
-        even, speed = np.full(len(self.sizes), 1.0 / n), np.asarray(self.costs.speeds)
-        ratios = self.setting.rule.ratios
-        if isinstance(ratios, tuple):
-            return [self._explicit(ratios)]
-        if self.setting.start is not None:
-            start = {row: own for row, own in self.setting.start.items() if row in self.rows}
-            given = {row: np.array([max(own[c] for c in kind) for kind in self.kinds]) for row, own in start.items()}
-            return [dict.fromkeys(self.rows, speed) | given]
-        # on several axes a search costs more, and ratios that differ only between machines start nearer to the best
-        single = np.allclose(even, speed) or len(self.theory.mesh.axes) > 1
-        both: list[Vector] = [speed] if single else [speed, even]
-        chosen = [even] if ratios == "even" else [speed] if ratios == "speed" else both
-        return [dict.fromkeys(self.rows, shares) for shares in chosen]
-
-    def _explicit(self, shares: tuple[float, ...]) -> dict[Row, Vector]:
-        n = sum(self.sizes)
-        if len(shares) != n or min(shares) < 0 or sum(shares) <= 0:
-            raise HapError(f"ratios {shares}", where="restriction", allowed=f"{n} numbers >= 0, one per coordinate of the uneven axis, not all 0")
-        total = sum(shares)
-        return dict.fromkeys(self.rows, np.array([max(shares[c] for c in kind) / total for kind in self.kinds]))
-
-    def _lengths(self, ratios: Mapping[Row, Vector]) -> Lengths:
-        explicit = self.setting.rule.ratios
-        per = {row: explicit if isinstance(explicit, tuple) else per_device(shares.tolist(), self.kinds) for row, shares in ratios.items()}
-        return {**round_ratios(per, self.problem.cuts), **{c: own for c, own in self.fixed.items() if c in self.problem.cuts}}
-
-    def _alternate(self, ratios: dict[Row, Vector], known: float) -> None:
-        """Adds what it meets to `found`. Raises InsufficientMemoryError if no program fits at any ratios that were tried."""
-        free = self.setting.rule.ratios == "balanced" and bool(self.rows)
-        lengths, best = self._lengths(ratios), float("inf")
-        for _ in range(MAX_ALTERNATIONS):
-            self.counters.alternations += 1
-            self.told("searching", best)
-            balanced: tuple[dict[Row, Vector], Lengths, Candidate] | None = None
-            for solution, fits in self._solutions(lengths, free):
-                goal = objective(solution.steps, solution.storage, len(self.sizes))
-                if fits:
-                    kept = self._keep(solution, goal, lengths, ratios)
-                    best = min(best, kept.cost if kept is not None else best)
-                if not free:
-                    return
-                if fits and best > HOPELESS * known:
-                    self.hopeless = best / known
-                    return
-                began = time.perf_counter()
-                balanced = self._balanced(solution, goal, ratios)
-                self.counters.balance_time += time.perf_counter() - began
-                if balanced is not None:
-                    break
-            if balanced is None:
-                return
-            ratios, lengths, candidate = balanced
-            if candidate.cost >= best * (1 - STALLED):
-                return
-            best = candidate.cost
-
-    def _balanced(self, solution: Solution, goal: Objective, ratios: dict[Row, Vector]) -> tuple[dict[Row, Vector], Lengths, Candidate] | None:
-        """The program at its best ratios at which its peak fits, None if there are none."""
-        for _ in range(CORRECTIONS):
-            found = balance(goal, self.sizes, self.fitting.limits, ratios, self.costs.lengths_to_shares(self.fixed))
-            if found is None:
-                return None
-            lengths = self._rounded(goal, self._lengths(found))
-            candidate = self._keep(solution, goal, lengths, found)
-            if candidate is not None:
-                return found, lengths, candidate
-        return None
-
-    def _solutions(self, lengths: Lengths, free: bool) -> Iterator[tuple[Solution, bool]]:
-        """The best program at these lengths that fits. If none does but ratios may change: the cheapest one (other ratios may make it fit), then the
-        one of least memory; then InsufficientMemoryError is raised, naming the device and what it lacks."""
-        shares, spare = self.costs.lengths_to_shares(lengths), None
-        nearest: tuple[Solution, ...] = ()
-        for _ in range(CORRECTIONS):
-            found, nearest = attempt(self.problem, shares, self.limits, self.setting.key, self.prices)
-            for solution in (found,) if found is not None else nearest:
-                self.counters.search.add(solution.statistics)
-            if found is not None:
-                self.prices = found.prices or self.prices
-                if self.fitting.correct(found, np.asarray(found.memory), lengths):
-                    yield found, True
-                    return
-            else:  # what does not fit by the sum may fit by its moments
-                better = next((s for s in nearest if self.fitting.correct(s, np.asarray(s.memory), lengths)), None)
-                if better is None or spare is not None:
-                    break
-                spare = better
-                if better is nearest[0]:
-                    break
-        if spare is not None:
-            yield spare, True
-            return
-        if free:
-            yield from ((solution, False) for solution in nearest)
-        least = nearest[-1] if nearest else least_memory(self.problem, shares, self.limits, self.setting.key)
-        raise self.fitting.too_small(least, lengths)
-
-    def _rounded(self, goal: Objective, lengths: Lengths) -> Lengths:
-        """Lengths after rounding, made to fit, then improved where units are few."""
-        used = goal.cuts
-        movable = [c for c in used if c not in self.fixed]
-
-        def excess(trial: Lengths) -> float:
-            return float((goal.memory(self._shares(trial, used)) / self.fitting.limits).max()) - 1.0
-
-        def cost(trial: Lengths) -> float:
-            shares = self._shares(trial, used)
-            return goal.time(shares) if (goal.memory(shares) <= self.fitting.limits).all() else float("inf")
-
-        if excess(lengths) > 0:
-            lengths = fit(lengths, self.kinds, excess, movable)
-        return improve(lengths, self.kinds, cost, movable)
-
-    def _shares(self, lengths: Lengths, cuts: Iterable[Cut]) -> Mapping[Cut, Vector]:
-        return self.costs.lengths_to_shares({c: lengths[c] for c in cuts})
-
-    def _keep(self, solution: Solution, goal: Objective, lengths: Lengths, ratios: Mapping[Row, Vector]) -> Candidate | None:
-        shares = self._shares(lengths, goal.cuts)
-        if not self.fitting.correct(solution, goal.memory(shares), lengths):
-            self.rejected = solution, lengths
-            return None
-        used = set(goal.cuts)
-        key = (solution.choices, tuple((c, n) for c, n in lengths.items() if c in used))
-        if key not in self.found:
-            per = {row: per_device(own.tolist(), self.kinds) for row, own in ratios.items()}
-            if isinstance(self.setting.rule.ratios, tuple):
-                total = sum(self.setting.rule.ratios)
-                per = {row: tuple(s / total for s in self.setting.rule.ratios) for row in per}
-            cost = goal.time(shares)
-            self.found[key] = Candidate(
-                self.theory, self.costs, solution.program, solution.storage_of, lengths, per, cost, cost, solution.statistics.gap
-            )
-        return self.found[key]
-
-
-_ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------------------------------------
@@ -390,15 +158,17 @@ def plan_graphs(
     graphs: Sequence[Graph], cluster: ClusterSpec, *,
     strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
     keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0, progress: Watcher | None = None,
-    more: Callable[[Setting], Iterable[str]] = lambda _: (),
+    old: Plan | None = None, more: Callable[[Setting], Iterable[str]] = lambda _: (),
 ) -> Plan:  # fmt: skip
-    """A plan for the first graph, which chooses mesh and storage, with further programs for the others. progress: is told what is done. more: what
-    else is tried where nothing fits, and fits."""
+    """A plan for the first graph, which chooses mesh and storage, with further programs for the others. progress: is told what is done. old: a plan
+    made before, perhaps for another cluster: where the same mesh is tried under the same restriction, it is one of the starts, and a candidate.
+    more: what else is tried where nothing fits, and fits."""
     graphs = list(map(discover, graphs))
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
     counters = Counters()
-    asked = Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer, progress=progress)
+    before = old if old is not None and (old.restriction, old.optimizer) == (rule, optimizer) else None
+    asked = Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer, progress=progress, old=before)
     try:
         setting, best = _with_remat(asked, counters)
     except InsufficientMemoryError as error:

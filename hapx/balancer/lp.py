@@ -90,13 +90,17 @@ def objective(steps: Sequence[StepCost], storage: Sequence[Term], kinds: int) ->
     """The phases of a program: in each direction, a collective that cuts begins a new one; communications come before the step's compute."""
     forward: list[list[Term]] = [[]]
     backward: list[list[Term]] = [[]]
-    unique: dict[int, Term] = {}
+    numbers: dict[int, int] = {}
+    unique: list[Term] = []
     collectives: Counter[int] = Counter()
     memory: Counter[int] = Counter()
 
     def number(term: Term) -> int:
-        unique[id(term)] = term
-        return id(term)
+        """In order of appearance: addresses would order the rows of the linear program anew in every run."""
+        if id(term) not in numbers:
+            numbers[id(term)] = len(unique)
+            unique.append(term)
+        return numbers[id(term)]
 
     for step in steps:
         for c in step.communication:

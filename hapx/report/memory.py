@@ -1,7 +1,8 @@
 """What the memory of each device consists of.
 
-In: a `Pricing`. Out: bytes per kind of device by what they are for. Invariant: the parts sum to `plan.memory`; what the cost model counts beyond
-stored tensors, activations and gathered weights is "transient".
+In: a `Pricing`. Out: bytes per kind of device by what they are for, and the moment of the peak. Invariant: the parts sum to `plan.memory`. What is
+there all the time is counted by what it is; gradients, activations and temporaries are what is alive besides at the worst moment (see
+`hapx.cost.liveness`).
 """
 
 from __future__ import annotations
@@ -10,55 +11,45 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from hapx.cost.liveness import peak
 from hapx.cost.memory import states_of
 from hapx.cost.terms import Vector
-from hapx.ir import Kind, OpCall
+from hapx.ir import Kind
 from hapx.report.pricing import Pricing
 from hapx.report.render import new_table, render
 from hapx.report.words import ranges_text, size_text
 
-PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "gathered weights", "transient")
+PARTS = ("weights", "optimizer", "buffers", "inputs", "at the peak")
 
 
-def memory_parts(pricing: Pricing) -> Mapping[str, Vector]:
-    """By the names of PARTS, bytes per kind of device."""
+def memory_parts(pricing: Pricing) -> tuple[Mapping[str, Vector], tuple[str, ...]]:
+    """By the names of PARTS, bytes per kind of device; per kind, the moment of the peak."""
     costs, refs, states = pricing.costs, pricing.graph.refs, states_of(pricing.plan.optimizer)
+    stored = {s.name: s.copies[0].placement for s in pricing.plan.storage if s.name in refs}
+    found = peak(pricing.plan.stages[0].program, pricing.graph, costs, stored)
     parts: dict[str, Vector] = {name: np.zeros(len(pricing.kinds)) for name in PARTS}
-    for stored in pricing.plan.storage:
-        if stored.name not in refs:  # of a further program
-            continue
-        ref = refs[stored.name]
-        held = costs.storage(ref, stored.copies[0].placement).at({})
-        if ref.kind is Kind.BUFFER:
-            parts["buffers"] += held
-        elif costs.mode == "train" and ref.requires_grad:
-            of = {"weights": ref.bytes, "gradients": ref.bytes, "optimizer": 4 * states * ref.size}
-            for name, size in of.items():
-                parts[name] += held * size / max(sum(of.values()), 1)
-        else:
-            parts["weights"] += held
-    for step in pricing.steps:
-        if step.cost.memory is None:
-            continue
-        parameter = not isinstance(step.instruction.triple.body, OpCall) and refs[step.instruction.triple.post[0].tensor].kind is Kind.PARAMETER
-        parts["gathered weights" if parameter else "activations"] += step.cost.memory.at({})
+    for name, placement in stored.items():
+        ref, part = refs[name], np.array(costs.view.fraction(placement).const)
+        parts["buffers" if ref.kind is Kind.BUFFER else "weights"] += part * ref.bytes
+        if costs.mode == "train" and ref.requires_grad:
+            parts["optimizer"] += part * 4 * states * ref.size
+    parts["inputs"] = found.stored - parts["weights"] - parts["optimizer"] - parts["buffers"]
     total = np.array([float(pricing.plan.memory[devices[0]]) for devices in pricing.kinds])
-    rest = total - sum(parts.values())
-    parts["transient"] = np.where(np.abs(rest) > 1.0, rest, 0.0)  # plan.memory is in whole bytes
-    return parts
+    parts["at the peak"] = total - found.stored
+    return parts, found.moments
 
 
 def memory_table(pricing: Pricing) -> str:
     """One row per group of devices whose memory is alike."""
-    parts = memory_parts(pricing)
+    parts, moments = memory_parts(pricing)
     shown = [name for name in PARTS if parts[name].any()]
     columns = (*shown, "total", "of")
-    table = new_table("device", "type", *columns, right=columns)
+    table = new_table("device", "type", *columns, "peak", right=columns)
     alike: dict[tuple[str, ...], list[int]] = {}
     for k, devices in enumerate(pricing.kinds):
         for device in devices:
             kind = pricing.plan.cluster.type_of(device)
-            sizes = [*(size_text(parts[name][k]) for name in shown), size_text(pricing.plan.memory[device]), size_text(kind.memory)]
+            sizes = [*(size_text(parts[name][k]) for name in shown), size_text(pricing.plan.memory[device]), size_text(kind.memory), moments[k]]
             alike.setdefault((kind.name, *sizes), []).append(device)
     for (name, *sizes), members in alike.items():
         table.add_row(ranges_text(members), name, *sizes)

@@ -91,7 +91,7 @@ def replanned(plan: Plan, cluster: ClusterSpec, progress: Watcher | None = None,
     graph = without_blocks(plan.graphs[plan.first])  # what is computed again is chosen anew
     rule = rule or plan.restriction
     try:
-        return plan_graphs([graph], cluster, strategy=rule, optimizer=plan.optimizer, precision=plan.precision, progress=progress)
+        return plan_graphs([graph], cluster, strategy=rule, optimizer=plan.optimizer, precision=plan.precision, progress=progress, old=plan)
     except HapError as error:
         return error
 

@@ -62,7 +62,7 @@ def solve(problem: Problem, shares: Shares, limits: Vector | None, key: ProgramK
 def attempt(
     problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None
 ) -> tuple[Solution | None, tuple[Solution, ...]]:
-    """As `solve`; where nothing fits, None and what other ratios may make fit: the cheapest program, then the one of least memory."""
+    """As `solve`, with what other ratios may make fit where memory binds: the cheapest program, and the one of least memory if nothing was found."""
     statistics = Statistics()
     domain = Synthesis(problem, shares, None)
     best = _search(domain, statistics)
@@ -74,7 +74,7 @@ def attempt(
         return cheapest, ()
     found = _limited(problem, shares, limits, key, best, prices, statistics)
     if found is not None:
-        return found, ()
+        return found, (cheapest,)
     # whatever fits is slow, if anything does
     least = least_memory(problem, shares, limits, key)
     if least.cost > 1:
@@ -82,7 +82,7 @@ def attempt(
     statistics.add(least.statistics)
     fits = _timed(problem, shares, least, statistics)
     statistics.gap = max(0.0, 1 - bound / fits.cost)  # of what fits nothing is known but that it takes no less than without limits
-    return fits, ()
+    return fits, (cheapest,)
 
 
 def _limited(

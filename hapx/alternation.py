@@ -1,0 +1,328 @@
+"""Synthesis and balancing in turns on one mesh (HAP section 3.3),
+
+    Q <- A*(B),   B <- LP(Q),   until the lengths were searched before or nothing improves,
+
+from several starting ratios (`_starts`, and for small problems those of `hapx.starts`). Every pair of a program and integer lengths that is met and
+fits into memory is kept as a candidate.
+
+In: a setting, the theory of its graph on a mesh. Out: candidates. Invariant: the least cost seen never rises along an alternation, and a candidate's
+cost, memory and program are those of its integer lengths.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from math import inf
+from operator import attrgetter, itemgetter
+from typing import Any, Literal
+
+import numpy as np
+
+from hapx.balancer.lp import Objective, balance, objective
+from hapx.balancer.rounding import Lengths, fit, improve, per_device, round_ratios
+from hapx.cluster.spec import ClusterSpec
+from hapx.cost.model import CostModel
+from hapx.cost.terms import Vector
+from hapx.errors import HapError, InsufficientMemoryError
+from hapx.fitting import Fitting
+from hapx.ir import Graph
+from hapx.lower import Candidate
+from hapx.plan import Plan, ProgramKey
+from hapx.progress import Teller, Watcher
+from hapx.restriction import Restriction
+from hapx.starts import carried, further
+from hapx.states import Cut, Placement, Row
+from hapx.synth.astar import Statistics
+from hapx.synth.forbidden import NOTHING, Forbidden
+from hapx.synth.problem import Problem, build
+from hapx.synth.search import attempt, least_memory
+from hapx.synth.writer import Solution
+from hapx.theory.triple import Theory
+
+MAX_ALTERNATIONS = 8
+STALLED = 1e-3  # relative improvement below which the alternation ends
+HOPELESS = 1.1  # what costs that much more than the best of the others at its first program is not balanced further
+CORRECTIONS = 4  # searches at most for one program whose peak fits
+FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts
+
+_ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
+
+
+@dataclass
+class Counters:
+    """What planning cost, for `Plan.statistics`."""
+
+    theory_time: float = 0.0
+    search_time: float = 0.0  # of which:
+    problem_time: float = 0.0
+    balance_time: float = 0.0
+    simulation_time: float = 0.0
+    alternations: int = 0
+    kept: list[tuple[float, ...]] = field(default_factory=list)  # per start, the least cost seen after every step of the alternation
+    ended: Counter[str] = field(default_factory=Counter)  # why alternations ended
+    views: list[str] = field(default_factory=list)
+    tried: list[dict[str, Any]] = field(default_factory=list)  # per view: what came of it
+    search: Statistics = field(default_factory=Statistics)
+
+    def as_dict(self) -> dict[str, Any]:
+        times = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_time")}
+        counts = {f.name: getattr(self.search, f.name) for f in fields(self.search)}
+        ended = {f"ended_{why}": n for why, n in sorted(self.ended.items())}
+        return {**times, **counts, "alternations": self.alternations, **ended, "views": tuple(self.views), "tried": tuple(map(dict, self.tried))}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a program is planned for.
+
+    Attributes:
+        given, fixed: placements of parameters, and lengths, that are settled already (those of a plan that gets a further program).
+        start: ratios to begin with, instead of the usual ones.
+        progress: is told what is done. forbidden: choices that are left out.
+        strict: the peak of every program is looked at, not only of those that come near the capacity.
+        old: a plan of the same restriction; where its mesh is tried again, it is a start and a candidate.
+    """
+
+    graph: Graph
+    key: ProgramKey
+    cluster: ClusterSpec
+    rule: Restriction
+    precision: str
+    optimizer: str
+    given: Mapping[str, Placement] = field(default_factory=dict)
+    fixed: Mapping[Cut, tuple[int, ...]] = field(default_factory=dict)
+    start: Mapping[Row, tuple[float, ...]] | None = None
+    progress: Watcher | None = None
+    forbidden: Forbidden = NOTHING
+    strict: bool = False
+    old: Plan | None = None
+
+
+class Alternation:
+    """Q <- A*(B), B <- LP(Q) on one mesh."""
+
+    def __init__(self, setting: Setting, theory: Theory, counters: Counters, told: Teller):
+        self.setting, self.theory, self.counters, self.told = setting, theory, counters, told
+        self.costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
+        began = time.perf_counter()
+        self.problem: Problem = build(theory, self.costs, setting.rule, setting.given, setting.forbidden)
+        counters.problem_time += time.perf_counter() - began
+        self.problem.watch = told.watch()
+        self.hopeless = 0.0  # how many times as much as the best of the views before its first program costs, where that ended it
+        self.fitting = Fitting(theory, self.costs, setting.key, setting.strict)
+        self.rejected: tuple[Solution, Lengths] | None = None  # the last program whose peak did not fit at balanced ratios
+        self.kinds, self.sizes = self.costs.kinds, self.costs.sizes
+        self.rows = tuple(theory.mesh.row(theory.mesh.uneven, kind) for kind in _ROW_KINDS) if theory.mesh.uneven is not None else ()
+        self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
+        self.cuts = sorted(self.problem.cuts, key=str)  # sets of them have another order in every process
+        self.found: dict[tuple[Any, ...], Candidate] = {}
+        self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
+        self.prices: tuple[float, ...] | None = None  # of memory, once it binds
+        capacity = np.asarray(self.costs.capacity)
+        self.old = carried(setting.old, setting.key, theory, self.costs, capacity) if setting.old is not None else None
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """Bytes per kind for the sums of the search and of the balancer."""
+        return tuple(self.fitting.limits.tolist())
+
+    @property
+    def free(self) -> bool:
+        """Whether ratios are chosen here."""
+        return self.setting.rule.ratios == "balanced" and bool(self.rows)
+
+    def candidates(self, known: float) -> list[Candidate]:
+        """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views."""
+        failure: InsufficientMemoryError | None = None
+        if self.old is not None:
+            with suppress(InsufficientMemoryError):
+                self._alternate(self._by_kind(self.old.shares), known, self.old.lengths)
+        for ratios in self._starts():
+            try:
+                self._alternate(ratios, known)
+            except InsufficientMemoryError as error:
+                failure = failure or error
+        if not self.found:
+            assert failure is not None or self.rejected is not None
+            raise failure or self.fitting.too_small(*self.rejected)  # type: ignore[misc]
+        if self.free and self.setting.start is None and len(self.problem.steps) <= FEW_STEPS:
+            self._further(known)
+        return [*self.found.values(), *([self.old] if self.old is not None else [])]
+
+    # -- where it begins ---------------------------------------------------------------------------------------------------------------------------
+
+    def _further(self, known: float) -> None:
+        """From more starts, as far as they lead somewhere."""
+        if self._best().cost > HOPELESS * known:
+            return
+        row, _ = self.rows[:2]
+        for start in further(np.asarray(self.costs.speeds), self.sizes, lambda: self._by_kind(self._best().shares)[row]):
+            with suppress(InsufficientMemoryError):  # something else fits
+                self._alternate({r: start[r.kind == "storage"] for r in self.rows}, min(known, self._best().cost))
+
+    def _best(self) -> Candidate:
+        return min(self.found.values(), key=attrgetter("cost"))
+
+    def _by_kind(self, shares: Mapping[Row, tuple[float, ...]]) -> dict[Row, Vector]:
+        """Shares per coordinate as shares per kind; of a row without shares, proportional to speed."""
+        own = {row: np.array([max(shares[row][c] for c in kind) for kind in self.kinds]) for row in self.rows if row in shares}
+        return dict.fromkeys(self.rows, np.asarray(self.costs.speeds)) | own
+
+    def _starts(self) -> list[dict[Row, Vector]]:
+        n = sum(self.sizes)
+        even, speed = np.full(len(self.sizes), 1.0 / n), np.asarray(self.costs.speeds)
+        ratios = self.setting.rule.ratios
+        if isinstance(ratios, tuple):
+            return [self._explicit(ratios)]
+        if self.setting.start is not None:
+            return [self._by_kind(self.setting.start)]
+        # on several axes a search costs more, and ratios that differ only between machines start nearer to the best
+        single = np.allclose(even, speed) or (len(self.theory.mesh.axes) > 1 and len(self.problem.steps) > FEW_STEPS)
+        both: list[Vector] = [speed] if single else [speed, even]
+        chosen = [even] if ratios == "even" else [speed] if ratios == "speed" else both
+        return [dict.fromkeys(self.rows, shares) for shares in chosen]
+
+    def _explicit(self, shares: tuple[float, ...]) -> dict[Row, Vector]:
+        n = sum(self.sizes)
+        if len(shares) != n or min(shares) < 0 or sum(shares) <= 0:
+            raise HapError(f"ratios {shares}", where="restriction", allowed=f"{n} numbers >= 0, one per coordinate of the uneven axis, not all 0")
+        total = sum(shares)
+        return dict.fromkeys(self.rows, np.array([max(shares[c] for c in kind) / total for kind in self.kinds]))
+
+    def _lengths(self, ratios: Mapping[Row, Vector]) -> Lengths:
+        explicit = self.setting.rule.ratios
+        per = {row: explicit if isinstance(explicit, tuple) else per_device(shares.tolist(), self.kinds) for row, shares in ratios.items()}
+        return {**round_ratios(per, self.cuts), **{c: own for c, own in self.fixed.items() if c in self.problem.cuts}}
+
+    # -- how it goes on ----------------------------------------------------------------------------------------------------------------------------
+
+    def _alternate(self, ratios: dict[Row, Vector], known: float, given: Mapping[Cut, tuple[int, ...]] | None = None) -> None:
+        """Adds what it meets to `found`. given: lengths that are not rounded from the ratios. Raises InsufficientMemoryError if no program fits at
+        any ratios that were tried."""
+        lengths = self._lengths(ratios) | {c: own for c, own in (given or {}).items() if c in self.problem.cuts}
+        kept: list[float] = []
+        why = "too small"
+        try:
+            why = self._run(ratios, lengths, known, kept)
+        finally:
+            self.counters.ended[why] += 1
+            self.counters.kept.append(tuple(kept))
+
+    def _run(self, ratios: Mapping[Row, Vector], lengths: Lengths, known: float, kept: list[float]) -> str:
+        """One alternation; why it ended. kept: gets the least cost after every step."""
+        best = inf
+        for _ in range(MAX_ALTERNATIONS):
+            at = tuple([lengths[c] for c in self.cuts])
+            if at in self.searched:
+                return "repeated"
+            self.searched.add(at)
+            self.counters.alternations += 1
+            self.told("searching", best)
+            solution, others = self._solutions(lengths)
+            if solution is not None:
+                own = self._keep(solution, objective(solution.steps, solution.storage, len(self.sizes)), lengths, ratios)
+                best = min(best, own.cost if own is not None else inf)
+                kept.append(best)
+                if not self.free:
+                    return "given"
+                if best > HOPELESS * known:
+                    self.hopeless = best / known
+                    return "hopeless"
+            began = time.perf_counter()
+            balanced = self._balanced([solution, *others] if solution is not None else others, ratios) if self.free else None
+            self.counters.balance_time += time.perf_counter() - began
+            if balanced is None and best == inf:
+                least = least_memory(self.problem, self.costs.lengths_to_shares(lengths), self.limits, self.setting.key)
+                raise self.fitting.too_small(least, lengths)
+            before = best
+            if balanced is not None:
+                ratios, lengths, candidate = balanced
+                best = min(best, candidate.cost)
+            kept.append(best)
+            if best >= before * (1 - STALLED):
+                return "stalled"
+        return "limit"
+
+    def _balanced(self, solutions: Sequence[Solution], ratios: Mapping[Row, Vector]) -> tuple[Mapping[Row, Vector], Lengths, Candidate] | None:
+        """Of the programs at their best ratios, the fastest whose peak fits there; None if none does."""
+        fixed = self.costs.lengths_to_shares(self.fixed)
+        for _ in range(CORRECTIONS):
+            found: list[tuple[float, Solution, Objective, dict[Row, Vector]]] = []
+            for solution in solutions:
+                goal = objective(solution.steps, solution.storage, len(self.sizes))
+                best = balance(goal, self.sizes, self.fitting.limits, ratios, fixed)
+                if best is not None:
+                    seconds = goal.time({cut: fixed[cut] if cut in fixed else best[cut.row] for cut in goal.cuts})
+                    found.append((seconds, solution, goal, best))
+            if not found:
+                return None
+            for _, solution, goal, own in sorted(found, key=itemgetter(0)):
+                lengths = self._rounded(goal, self._lengths(own))
+                candidate = self._keep(solution, goal, lengths, own)
+                if candidate is not None:
+                    return own, lengths, candidate
+        return None
+
+    def _solutions(self, lengths: Lengths) -> tuple[Solution | None, tuple[Solution, ...]]:
+        """The best program at these lengths whose peak fits, if any does; and what other ratios may make fit: the cheapest program without limits,
+        then, where none fits, the one of least memory."""
+        shares, spare = self.costs.lengths_to_shares(lengths), None
+        others: tuple[Solution, ...] = ()
+        for _ in range(CORRECTIONS):
+            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices)
+            for solution in (found,) if found is not None else others:
+                self.counters.search.add(solution.statistics)
+            if found is not None:
+                self.prices = found.prices or self.prices
+                if self.fitting.correct(found, np.asarray(found.memory), lengths):
+                    return found, others
+            else:  # what does not fit by the sum may fit by its moments
+                better = next((s for s in others if self.fitting.correct(s, np.asarray(s.memory), lengths)), None)
+                if better is None or spare is not None:
+                    break
+                spare = better
+                if better is others[0]:
+                    break
+        return spare, others
+
+    def _rounded(self, goal: Objective, lengths: Lengths) -> Lengths:
+        """Lengths after rounding, made to fit, then improved where units are few."""
+        used = goal.cuts
+        movable = [c for c in used if c not in self.fixed]
+
+        def excess(trial: Lengths) -> float:
+            return float((goal.memory(self._shares(trial, used)) / self.fitting.limits).max()) - 1.0
+
+        def cost(trial: Lengths) -> float:
+            shares = self._shares(trial, used)
+            return goal.time(shares) if (goal.memory(shares) <= self.fitting.limits).all() else inf
+
+        if excess(lengths) > 0:
+            lengths = fit(lengths, self.kinds, excess, movable)
+        return improve(lengths, self.kinds, cost, movable)
+
+    def _shares(self, lengths: Lengths, cuts: Iterable[Cut]) -> Mapping[Cut, Vector]:
+        return self.costs.lengths_to_shares({c: lengths[c] for c in cuts})
+
+    def _keep(self, solution: Solution, goal: Objective, lengths: Lengths, ratios: Mapping[Row, Vector]) -> Candidate | None:
+        """The candidate, if its peak fits."""
+        shares = self._shares(lengths, goal.cuts)
+        if not self.fitting.correct(solution, goal.memory(shares), lengths):
+            self.rejected = solution, lengths
+            return None
+        used = set(goal.cuts)
+        key = (solution.choices, tuple((c, n) for c, n in lengths.items() if c in used))
+        if key not in self.found:
+            per = {row: per_device(own.tolist(), self.kinds) for row, own in ratios.items()}
+            if isinstance(self.setting.rule.ratios, tuple):
+                total = sum(self.setting.rule.ratios)
+                per = {row: tuple(s / total for s in self.setting.rule.ratios) for row in per}
+            cost = goal.time(shares)
+            self.found[key] = Candidate(
+                self.theory, self.costs, solution.program, solution.storage_of, lengths, per, cost, cost, solution.statistics.gap
+            )
+        return self.found[key]

@@ -1,0 +1,89 @@
+"""Where the alternation of programs and ratios begins, beyond shares that are even or proportional to speed.
+
+In: a cost model, the rows of a mesh, the best ratios so far, an old plan. Out: ratios per row, or a candidate.
+
+The alternation moves downhill only, and a program that keeps nothing in shards, or leaves no kind of devices out, says nothing of what that would
+bring. So further starts say it (`further`): the fastest kinds, or any one kind, alone; the best ratios with parameters kept evenly, or by one kind
+only; all kinds but one. Each costs a search, so they are for small problems, and are given up where their first program is far from the best (see the
+planner).
+
+An old plan of the same model on the same mesh is not only a start but a candidate itself (`carried`), so that what is planned with it is never slower
+than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hapx.balancer.lp import objective
+from hapx.cost.model import CommunicationCost, CostModel, StepCost
+from hapx.cost.terms import Term, Vector
+from hapx.errors import PlanError
+from hapx.ir import OpCall
+from hapx.lower import Candidate
+from hapx.plan import Plan, Program, ProgramKey
+from hapx.states import Placement
+from hapx.theory.replay import replay
+from hapx.theory.triple import Theory
+
+
+def further(speeds: Vector, sizes: Sequence[int], compute: Callable[[], Vector]) -> Iterator[tuple[Vector, Vector]]:
+    """(compute row, storage row), as shares of one device of each kind. compute: the best compute row so far, asked for when it is needed."""
+    kinds, number = len(sizes), np.asarray(sizes, dtype=float)
+    even = np.full(kinds, 1 / number.sum())
+
+    def only(chosen: Sequence[int]) -> Vector:
+        shares = np.zeros(kinds)
+        shares[list(chosen)] = speeds[list(chosen)]
+        shares /= (shares * number).sum()
+        return shares
+
+    fastest = np.argsort(-speeds, kind="stable").tolist()
+    for count in range(1, kinds):
+        yield only(fastest[:count]), only(fastest[:count])
+    for kind in fastest[1:]:
+        yield only([kind]), only([kind])
+    yield compute(), even
+    for kind in range(kinds if kinds > 1 else 0):
+        yield compute(), only([kind])
+    for kind in reversed(fastest if kinds > 2 else []):
+        yield only([k for k in fastest if k != kind]), even
+
+
+def carried(plan: Plan, key: ProgramKey, theory: Theory, costs: CostModel, capacity: Vector) -> Candidate | None:
+    """The program of an old plan with its lengths, at the costs of now. None where it is of another graph or mesh, or does not fit any more."""
+    stage = plan.stages[0]
+    if len(plan.stages) > 1 or key not in plan.graphs or plan.graphs[key].hash != theory.graph.hash or stage.mesh != theory.mesh:
+        return None
+    program, lengths = stage.programs[key], dict(stage.lengths[key])
+    storage = {name: plan.storage_of[name].copies[0].placement for name in theory.stored}
+    try:
+        replay(program, theory, storage)
+    except PlanError:
+        return None
+    goal = objective(_steps(program, costs, storage), _stored(costs, storage), len(costs.kinds))
+    shares = costs.lengths_to_shares(lengths)
+    if not (goal.memory(shares) <= capacity * (1 + 1e-9)).all():
+        return None
+    time = goal.time(shares)
+    return Candidate(theory, costs, program, storage, lengths, stage.shares, time, time)
+
+
+def _steps(program: Program, costs: CostModel, storage: Mapping[str, Placement]) -> list[StepCost]:
+    """What each instruction costs, and the update of every parameter."""
+    refs, steps = costs.graph.refs, []
+    for triple in (i.triple for i in program.instructions):
+        if isinstance(triple.body, OpCall):
+            steps.append(costs.instruction(triple))
+        else:
+            steps.append(costs.conversion(refs[triple.post[0].tensor], triple.body, triple.post[0].placement))
+    if costs.mode == "train":
+        updates = [costs.update(refs[name], placement) for name, placement in storage.items() if refs[name].requires_grad]
+        steps += [StepCost(None, None, (CommunicationCost("synchronise", update, False),), None) for update in updates]
+    return steps
+
+
+def _stored(costs: CostModel, storage: Mapping[str, Placement]) -> list[Term]:
+    return [costs.storage(costs.graph.refs[name], placement) for name, placement in storage.items()]
