@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from hapx.cost.model import BUCKET_BYTES, CommunicationCost, CostModel, StepCost
-from hapx.cost.terms import Term, Vector
+from hapx.cost.terms import Piece, Term, Vector
 from hapx.errors import HapError
 from hapx.ir import Graph, Kind, OpCall
 from hapx.layout import Lengths
@@ -111,11 +111,15 @@ def simulate(plan: Plan) -> Timeline:
     return simulate_program(program, graph, cost, stage.lengths[key])
 
 
-def simulate_program(program: Program, graph: Graph, cost: CostModel, lengths: Lengths) -> Timeline:
-    """One iteration of a program at concrete lengths, with the cluster, precision, optimizer and mode of a cost model of its graph and mesh."""
+def simulate_program(
+    program: Program, graph: Graph, cost: CostModel, lengths: Lengths, synchronisation: Mapping[str, float] | None = None
+) -> Timeline:
+    """One iteration of a program at concrete lengths, with the cluster, precision, optimizer and mode of a cost model of its graph and mesh.
+    `synchronisation`: by parameter, the seconds that its gradient takes if something other than an all-reduce synchronises it."""
     assert cost.graph is graph and cost.theory.mesh == program.mesh, "the cost model is of another program"
     exact = cost.at_lengths(lengths)
-    steps = [(_name(i), _cost(i, graph, exact)) for i in program.instructions]
+    other = synchronisation or {}
+    steps = [(_name(i), _synchronised(i, _cost(i, graph, exact), other)) for i in program.instructions]
     full = _full_buckets([_gradient_bytes(i, step, graph) for i, (_, step) in zip(program.instructions, steps, strict=True)])
     clock = _Clock(len(exact.kinds))
     for name, step in steps:
@@ -144,6 +148,16 @@ def _cost(instruction: Instruction, graph: Graph, cost: CostModel) -> StepCost:
     if isinstance(triple.body, OpCall):
         return cost.instruction(triple)
     return cost.conversion(graph.refs[triple.post[0].tensor], triple.body, triple.post[0].placement)
+
+
+def _synchronised(instruction: Instruction, step: StepCost, seconds: Mapping[str, float]) -> StepCost:
+    """The step with a gradient's synchronisation taking the given seconds, where there are any for its parameter."""
+    name = instruction.triple.post[0].tensor
+    if name not in seconds:
+        return step
+    term = [Term((Piece((seconds[name],) * len(c.term.pieces[0].const)),)) for c in step.communication]
+    changed = [replace(c, term=t) if c.direction == "synchronise" else c for c, t in zip(step.communication, term, strict=True)]
+    return replace(step, communication=tuple(changed))
 
 
 def _gradient_bytes(instruction: Instruction, step: StepCost, graph: Graph) -> int:
