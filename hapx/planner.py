@@ -92,14 +92,16 @@ class Counters:
     """What planning cost, for `Plan.statistics`."""
 
     theory_time: float = 0.0
-    search_time: float = 0.0
+    search_time: float = 0.0  # of which:
+    problem_time: float = 0.0
+    balance_time: float = 0.0
     simulation_time: float = 0.0
     alternations: int = 0
     views: list[str] = field(default_factory=list)
     search: Statistics = field(default_factory=Statistics)
 
     def as_dict(self) -> dict[str, Any]:
-        times = {"theory_time": self.theory_time, "search_time": self.search_time, "simulation_time": self.simulation_time}
+        times = {name: getattr(self, name) for name in ("theory_time", "search_time", "problem_time", "balance_time", "simulation_time")}
         counts = {name: getattr(self.search, name) for name in ("expansions", "generated", "dominated", "bounded", "unproven", "gap")}
         return {**times, **counts, "alternations": self.alternations, "views": tuple(self.views)}
 
@@ -160,7 +162,9 @@ class _Alternation:
     def __init__(self, setting: Setting, theory: Theory, counters: Counters):
         self.setting, self.theory, self.counters = setting, theory, counters
         self.costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
+        began = time.perf_counter()
         self.problem: Problem = build(theory, self.costs, setting.rule, setting.given)
+        counters.problem_time += time.perf_counter() - began
         self.capacity: Vector = np.asarray(self.costs.capacity)
         self.limits = tuple(self.capacity.tolist())
         self.kinds, self.sizes = self.costs.kinds, self.costs.sizes
@@ -224,13 +228,17 @@ class _Alternation:
                     best = min(best, solution.cost)
                 if not free or (fits and solution.cost > HOPELESS * known):
                     return
+                began = time.perf_counter()
                 balanced = balance(goal, self.sizes, self.capacity, ratios, self.costs.lengths_to_shares(self.fixed))
+                self.counters.balance_time += time.perf_counter() - began
                 if balanced is not None:
                     break
             if balanced is None or goal is None or solution is None:
                 return
             ratios = balanced
+            began = time.perf_counter()
             lengths = self._rounded(goal, self._lengths(ratios))
+            self.counters.balance_time += time.perf_counter() - began
             candidate = self._keep(solution, goal, lengths, ratios)
             if candidate is None or candidate.cost >= best * (1 - STALLED):
                 return

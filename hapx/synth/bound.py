@@ -119,7 +119,7 @@ class Bound:
         bounding = self._bounding(table, mask)
         rows, offset = self.relaxation.rows(context, level)
         best: Array = rows[name][bounding].max(axis=0) + offset
-        if all(table.closure(i) != mask for i in bounding[:-1]):
+        if all(self.relaxation.sets(table)[i] != mask for i in bounding):
             best = np.maximum(best, self._set(context, level, name, table, use, mask))
         return best
 
@@ -162,8 +162,8 @@ class Bound:
         return self._known[key]
 
     def _bounding(self, table: TensorTable, mask: int) -> list[int]:
-        """Placements from which all of `mask` is free (any of them bounds it), and "anywhere"."""
+        """The rows of all that includes `mask`: any of them bounds it."""
         key = id(table), mask
         if key not in self._bounds:
-            self._bounds[key] = [i for i in range(len(table.placements)) if table.closure(i) & mask == mask] + [len(table.placements)]
+            self._bounds[key] = [i for i, known in enumerate(self.relaxation.sets(table)) if known & mask == mask]
         return self._bounds[key]

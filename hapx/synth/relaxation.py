@@ -25,7 +25,7 @@ Invariant: never more than the true cost of the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,8 @@ from hapx.synth.tables import TensorTable, bits
 from hapx.transposes import forward_collective
 
 LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
-DEEPEST = 8  # levels that a context is followed back at most
+DEEPEST = 32  # levels that a context is followed back at most
+PAIRS = 100  # sets of two placements that the tables have rows for, if there are not more of them
 Array = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 Rows = dict[str, Array]
@@ -83,6 +84,7 @@ class Relaxation:
         self._converted: dict[int, Array] = {}
         self._classes: dict[tuple[int, tuple[bool, ...]], Weighted] = {}
         self._after: dict[int, Numbers] = {}
+        self._sets: dict[int, list[int]] = {}
         self._contexts: dict[tuple[Use, ...], Context] = {}
         # the table before level k is _base[k] + _offsets[k]
         self._base: list[Rows] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
@@ -230,25 +232,37 @@ class Relaxation:
                 total = total + vector
         return effect.const + self.weights @ total
 
+    def sets(self, table: TensorTable) -> list[int]:
+        """The masks that a table has rows for: what one placement gives for free, anything, and what two placements give together."""
+        if id(table) not in self._sets:
+            closures = [table.closure(i) for i in range(len(table.placements))]
+            found = [*closures, table.full]
+            together = {a | b: None for a, b in combinations(dict.fromkeys(closures), 2)}
+            pairs = [mask for mask in together if mask not in found]
+            self._sets[id(table)] = found + pairs if len(pairs) <= PAIRS else found
+        return self._sets[id(table)]
+
     def _afterwards(self, table: TensorTable) -> Numbers:
-        """(placement, target) -> the placement from which everything is free after the conversion, or "anywhere"."""
+        """(row, target) -> the row of what is available after the conversion; of "anything" where there is none."""
         if id(table) not in self._after:
-            n = len(table.placements)
-            closures = [table.closure(i) for i in range(n)]
-            rows = [[p if closures[p] >> t & 1 else t if closures[t] & closures[p] == closures[p] else n for t in range(n)] for p in range(n)]
-            self._after[id(table)] = np.array([*rows, [n] * n])
+            n, sets = len(table.placements), self.sets(table)
+            row = {mask: i for i, mask in reversed(list(enumerate(sets)))}
+            found = [[r if mask >> t & 1 else row.get(mask | table.closure(t), n) for t in range(n)] for r, mask in enumerate(sets)]
+            found[n] = [n] * n
+            self._after[id(table)] = np.array(found)
         return self._after[id(table)]
 
     def conversions(self, table: TensorTable) -> Array:
-        """(placement, target) -> the least weighted cost of a conversion from anything that is free from the placement; last row: nothing."""
+        """(row, target) -> the least weighted cost of a conversion from anything that is available in the row; nothing for "anything"."""
         if id(table) not in self._converted:
-            n = len(table.placements)
+            n, sets = len(table.placements), self.sets(table)
             direct = self._direct(table)[:, :n]
-            rows = np.zeros((n + 1, n, len(self.weights)))
-            for p in range(n):
-                sources = [s for s in range(n) if table.closure(p) >> s & 1]
-                rows[p] = direct[sources].min(axis=0)
-                rows[p][sources] = 0.0
+            rows = np.zeros((len(sets), n, len(self.weights)))
+            for r, mask in enumerate(sets):
+                if r != n:
+                    sources = list(bits(mask))
+                    rows[r] = direct[sources].min(axis=0)
+                    rows[r][sources] = 0.0
             self._converted[id(table)] = rows
         return self._converted[id(table)]
 

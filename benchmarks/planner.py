@@ -1,0 +1,174 @@
+"""How long planning takes: by model, depth and devices, with what it is spent on.
+
+    python -m benchmarks.planner            every row, with the growth ratios
+    python -m benchmarks.planner --profile "BERT 12 8 flat"      one row under cProfile
+
+Times are CPU seconds of one core, the best of a few rounds, each from scratch. "plan" is everything between capture and plan but the theory: coding
+the problem, A*, linear programs and rounding, all alternations, simulation of the best candidates. Devices have memory enough, so that deep
+models can be compared with shallow ones; "tight" rows have what the devices really have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.workloads import paper_cluster, workload
+from hapx.cluster.spec import ClusterSpec
+from hapx.ir import Graph
+from hapx.planner import Counters, Setting, key_of, plan_spmd, views
+from hapx.restriction import AUTO
+
+GOALS = {
+    "VGG19 12 4 flat": 0.051, "VGG19 12 8 flat": 0.045, "VGG19 12 16 flat": 0.057, "VGG19 12 64 flat": 0.262,
+    "BERT 12 8 flat": 0.27, "BERT 12 64 flat": 0.30, "BERT 48 8 flat": 0.40, "BERT 48 64 flat": 0.40,
+    "BERT-MoE 12 8 flat": 0.5, "BERT-MoE 12 64 flat": 0.5, "BERT 12 64 8x8": 2.0, "BERT 48 64 8x8": 2.0,
+}  # fmt: skip
+# times of HAP's own implementation (Rust, one core, capture not counted) on a machine of the same class
+PUBLISHED = {
+    "VGG19 12 4 flat": 0.051, "VGG19 12 8 flat": 0.045, "VGG19 12 16 flat": 0.057, "VGG19 12 64 flat": 0.262,
+    "BERT 12 4 flat": 1.44, "BERT 12 8 flat": 1.34, "BERT 12 16 flat": 1.45, "BERT 12 64 flat": 2.30, "BERT 24 8 flat": 9.2, "BERT 48 8 flat": 25.5,
+    "BERT-MoE 12 4 flat": 2.78, "BERT-MoE 12 8 flat": 2.88, "BERT-MoE 12 16 flat": 3.03, "BERT-MoE 12 64 flat": 5.06,
+}  # fmt: skip
+ROWS = (
+    *(f"VGG19 12 {n} flat" for n in (4, 8, 16, 64)),
+    *(f"BERT 12 {n} flat" for n in (4, 8, 16, 64, 256, 1024)),
+    *(f"BERT {layers} 8 flat" for layers in (24, 48, 96)), "BERT 48 64 flat",
+    *(f"BERT-MoE 12 {n} flat" for n in (4, 8, 16, 64)),
+    "VGG19 12 64 8x8", "BERT 12 64 8x8", "BERT 48 64 8x8", "BERT-MoE 12 64 8x8", "BERT 12 8 flat tight", "BERT 24 64 flat tight",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of one row."""
+
+    name: str
+    nodes: int
+    capture: float
+    theory: float
+    problem: float
+    search: float
+    balance: float
+    simulation: float
+    generated: int
+    gap: float
+
+    @property
+    def plan(self) -> float:
+        return self.problem + self.search + self.balance + self.simulation
+
+
+def roomy(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with memory that never binds."""
+    data = cluster.to_dict()
+    for kind in data["device_types"].values():
+        kind["memory"] = "1024 GiB"
+    return ClusterSpec.load(data)
+
+
+def case(name: str) -> tuple[Graph, ClusterSpec, str]:
+    """Graph, cluster and view of a row."""
+    model, layers, devices, view, *tight = name.split()
+    cluster = paper_cluster(int(devices))
+    return workload(model, int(devices), int(layers)), cluster if tight else roomy(cluster), view
+
+
+def planned(graph: Graph, cluster: ClusterSpec, view: str) -> Counters:
+    """Plans once, on one view."""
+    counters = Counters()
+    meshes = [m for m in views(cluster, AUTO) if m.name == view]
+    plan_spmd(Setting(graph, key_of(graph), cluster, AUTO, "fp32", "adamw"), counters, meshes)
+    return counters
+
+
+def measured(name: str, rounds: int) -> Row:
+    """A row by its name: model, layers, devices, view."""
+    began = time.process_time()
+    graph, cluster, view = case(name)
+    capture = time.process_time() - began
+    best: Row | None = None
+    for _ in range(rounds):
+        began = time.process_time()
+        c = planned(graph, cluster, view)
+        cpu = (time.process_time() - began) / (c.theory_time + c.search_time + c.simulation_time)  # seconds by the clock to seconds of CPU
+        parts = (c.theory_time, c.problem_time, c.search_time - c.problem_time - c.balance_time, c.balance_time, c.simulation_time)
+        row = Row(name, len(graph.nodes), capture, *(p * cpu for p in parts), c.search.generated, c.search.gap)
+        best = row if best is None or row.plan + row.theory < best.plan + best.theory else best
+    assert best is not None
+    return best
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The rows for people."""
+    made = Table(title="planning time, CPU seconds")
+    for column in (
+        "model, layers, devices, view",
+        "nodes",
+        "capture",
+        "theory",
+        "problem",
+        "A*",
+        "LP",
+        "simulate",
+        "plan",
+        "goal",
+        "HAP",
+        "generated",
+        "gap",
+    ):
+        made.add_column(column, justify="left" if column.startswith("model") else "right")
+    for r in rows:
+        goal, known = GOALS.get(r.name), PUBLISHED.get(r.name)
+        made.add_row(
+            r.name, str(r.nodes), *(f"{t:.3f}" for t in (r.capture, r.theory, r.problem, r.search, r.balance, r.simulation, r.plan)),
+            f"{goal:.3f}" if goal else "", f"{known:.3f}" if known else "", str(r.generated), f"{r.gap:.1%}" if r.gap > 1e-9 else "0",
+        )  # fmt: skip
+    return made
+
+
+def growth(rows: Sequence[Row]) -> Table | None:
+    """How the time grows with depth and devices."""
+    of = {r.name: r.plan for r in rows}
+    made = Table(title="growth")
+    for column in ("from", "to", "ratio", "goal"):
+        made.add_column(column)
+    for low, high, goal in (("BERT 12 8 flat", "BERT 96 8 flat", 1.5), ("BERT 12 8 flat", "BERT 12 1024 flat", 3.0)):
+        if low in of and high in of:
+            made.add_row(low, high, f"{of[high] / of[low]:.2f}", f"{goal}")
+    return made if made.row_count else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", default=ROWS, help='rows by name, such as "BERT 12 8 flat" (model, layers, devices, view)')
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="the functions that take the time of each row")
+    options = parser.parse_args()
+    console = Console(width=170)
+    rows = []
+    for name in options.rows:
+        if options.profile:
+            profile = cProfile.Profile()
+            profile.runcall(planned, *case(name))
+            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+        else:
+            rows.append(measured(name, options.rounds))
+            console.print(f"{name}: {rows[-1].plan:.3f} s", style="dim")
+    if rows:
+        console.print(table(rows))
+        grown = growth(rows)
+        if grown is not None:
+            console.print(grown)
+        console.print("python -m benchmarks.planner")
+
+
+if __name__ == "__main__":
+    main()
