@@ -3,7 +3,9 @@
 In: a plan, or a program with its graph, cost model and lengths. Out: a `Timeline`. Every device has a compute stream and a communication
 stream, as the runtime has: instructions run in order forward, and in reverse order backward; a collective starts when the last device has
 arrived and the stream is free, and the program waits for it. Gradients of parameters are synchronised in buckets on the communication stream,
-started as soon as the last gradient of the bucket is there, and waited for at the end, before the optimizer's update.
+started as soon as the last gradient of the bucket is there, and waited for at the end, before the optimizer's update. On two levels, collectives
+of the inner axis run inside machines on links (and process groups, so streams) of their own: they do not wait for a bucket that is on
+its way between machines.
 
 The terms are those of `hapx.cost` at the exact lengths of every device; devices that are alike and have equal lengths do the same and
 are simulated as one kind.
@@ -30,7 +32,8 @@ from hapx.layout import Lengths
 from hapx.plan import Instruction, Plan, Program
 from hapx.theory.triple import Theory
 
-Stream = Literal["compute", "communication"]
+# "inside": communication of the inner axis of two levels
+Stream = Literal["compute", "communication", "inside"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class Timeline:
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the Chrome trace format, which Perfetto reads: a process per device, a thread per stream, microseconds."""
         events: list[dict[str, object]] = []
-        threads: dict[Stream, int] = {"compute": 0, "communication": 1}
+        threads: dict[Stream, int] = {"compute": 0, "communication": 1, "inside": 2}
         for device, spans in self.spans.items():
             events.append({"ph": "M", "name": "process_name", "pid": device, "args": {"name": f"device {device}"}})
             for stream, thread in threads.items():
@@ -93,7 +96,8 @@ class Timeline:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
     def __str__(self) -> str:
-        busy, moving = self.busy(), self.busy("communication")
+        busy, outside, inside = self.busy(), self.busy("communication"), self.busy("inside")
+        moving = {device: seconds + inside[device] for device, seconds in outside.items()}
         lines = [f"one iteration: {self.total * 1e3:.3f} ms"]
         share = 1.0 / self.total if self.total else 0.0
         return "\n".join(lines + [f"  device {d}: computes {b * share:4.0%}, communicates {moving[d] * share:4.0%}" for d, b in busy.items()])
@@ -182,14 +186,14 @@ def _full_buckets(sizes: Sequence[int]) -> frozenset[int]:
 
 @dataclass
 class _Clock:
-    """Time on the two streams of every kind: `now` of the program (its compute stream), `wire` of the communication stream."""
+    """Time on the streams of every kind: `now` of the program (its compute stream), `wires` of the communication streams, by whether they cut."""
 
     size: int
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.now: Vector = np.zeros(self.size)
-        self.wire: Vector = np.zeros(self.size)
+        self.wires: dict[bool, Vector] = {True: np.zeros(self.size), False: np.zeros(self.size)}
         self._bucket: list[CommunicationCost] = []
         self._num_buckets = 0
 
@@ -202,8 +206,7 @@ class _Clock:
     def communicate(self, name: str, collectives: Sequence[CommunicationCost]) -> None:
         """Collectives that the program waits for."""
         for collective in collectives:
-            self.wire = self._run(name, collective, np.maximum(self.now, self.wire))
-            self.now = self.wire
+            self.now = self.wires[collective.cuts] = self._run(name, collective, np.maximum(self.now, self.wires[collective.cuts]))
 
     def gradient(self, collectives: Sequence[CommunicationCost], full: bool) -> None:
         """A parameter's gradient is there; a full bucket sets off."""
@@ -211,23 +214,22 @@ class _Clock:
         if not full:
             return
         name = f"synchronise bucket {self._num_buckets}"
-        ready = np.maximum(self.now, self.wire)
+        ready = self.now
         for collective in self._bucket:
-            ready = self._run(name, collective, ready)
-        self.wire = ready
+            ready = self.wires[collective.cuts] = self._run(name, collective, np.maximum(ready, self.wires[collective.cuts]))
         self._bucket, self._num_buckets = [], self._num_buckets + 1
 
     def wait(self) -> None:
         """For all buckets."""
         assert not self._bucket, "a bucket was never sent"
-        self.now = np.maximum(self.now, self.wire)
+        self.now = np.maximum(self.now, np.maximum(*self.wires.values()))
 
     def _run(self, name: str, collective: CommunicationCost, ready: Vector) -> Vector:
         """The end of a collective for which the kinds are ready at the given times."""
         times = collective.term.at({})
         start = np.full(self.size, ready.max()) if collective.cuts else ready
         stop = start + (times.max() if collective.cuts else times)
-        self._record(name, "communication", start, stop)
+        self._record(name, "communication" if collective.cuts else "inside", start, stop)
         return stop
 
     def _record(self, name: str, stream: Stream, start: Vector, stop: Vector) -> None:

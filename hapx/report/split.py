@@ -45,8 +45,8 @@ def split_of(timeline: Timeline) -> TimeSplit:
     device = max(compute, key=lambda d: (compute[d], -d))
     spans = timeline.spans[device]
     busy = [s for s in spans if not _synchronises(s)]
-    behind = [(s.start, s.stop) for s in spans if _synchronises(s)]
-    communication = sum(s.duration for s in busy if s.stream == "communication")
+    behind = _union((s.start, s.stop) for s in spans if _synchronises(s))
+    communication = sum(s.duration for s in busy if s.stream != "compute")
     synchronised = sum(stop - start for start, stop in behind)
     gaps = list(_gaps(((s.start, s.stop) for s in busy), timeline.total))
     exposed = sum(max(min(b, d) - max(a, c), 0.0) for a, b in gaps for c, d in behind)
@@ -56,6 +56,17 @@ def split_of(timeline: Timeline) -> TimeSplit:
 
 def _synchronises(span: Span) -> bool:
     return span.name.startswith("synchronise")
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The intervals without their overlaps: buckets may be on their way between machines and inside them at once."""
+    found: list[tuple[float, float]] = []
+    for start, stop in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
 
 
 def _gaps(busy: Iterable[tuple[float, float]], total: float) -> Iterable[tuple[float, float]]:
