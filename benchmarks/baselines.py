@@ -119,8 +119,9 @@ class Bench:
             if choice.factors:
                 program, storage = write(theory, tuple(t.with_factors(choice.factors) for t in way.tables), key_of(self.graph))
                 rows, lengths = self._lengths(program, storage, costs, shares)
-        time = simulate_program(program, self.graph, costs, lengths, servers).total
-        candidate = Candidate(theory, costs, program, storage, lengths, rows, time, time)
+        reduced = simulate_program(program, self.graph, costs, lengths).total
+        time = simulate_program(program, self.graph, costs, lengths, servers).total if servers else reduced
+        candidate = Candidate(theory, costs, program, storage, lengths, rows, reduced, reduced)
         used = memory(candidate, costs.at_lengths(lengths))
         capacity = costs.capacity.tolist()
         fits = all(used[d] <= c for devices, c in zip(costs.view.devices, capacity, strict=True) for d in devices)
