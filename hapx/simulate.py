@@ -206,7 +206,8 @@ class _Clock:
     def communicate(self, name: str, collectives: Sequence[CommunicationCost]) -> None:
         """Collectives that the program waits for."""
         for collective in collectives:
-            self.now = self.wires[collective.cuts] = self._run(name, collective, np.maximum(self.now, self.wires[collective.cuts]))
+            ready = np.maximum(self.now, self.wires[collective.cuts])
+            self.now = self.wires[collective.cuts] = self._run(name, collective, ready, "communication" if collective.cuts else "inside")
 
     def gradient(self, collectives: Sequence[CommunicationCost], full: bool) -> None:
         """A parameter's gradient is there; a full bucket sets off."""
@@ -214,9 +215,12 @@ class _Clock:
         if not full:
             return
         name = f"synchronise bucket {self._num_buckets}"
-        ready = self.now
+        # all axes of a bucket are one process group: a bucket that leaves the machines does so as a whole
+        cuts = any(c.cuts for c in self._bucket)
+        ready = np.maximum(self.now, self.wires[cuts])
         for collective in self._bucket:
-            ready = self.wires[collective.cuts] = self._run(name, collective, np.maximum(ready, self.wires[collective.cuts]))
+            ready = self._run(name, collective, ready, "communication" if cuts else "inside")
+        self.wires[cuts] = ready
         self._bucket, self._num_buckets = [], self._num_buckets + 1
 
     def wait(self) -> None:
@@ -224,12 +228,12 @@ class _Clock:
         assert not self._bucket, "a bucket was never sent"
         self.now = np.maximum(self.now, np.maximum(*self.wires.values()))
 
-    def _run(self, name: str, collective: CommunicationCost, ready: Vector) -> Vector:
+    def _run(self, name: str, collective: CommunicationCost, ready: Vector, stream: Stream) -> Vector:
         """The end of a collective for which the kinds are ready at the given times."""
         times = collective.term.at({})
         start = np.full(self.size, ready.max()) if collective.cuts else ready
         stop = start + (times.max() if collective.cuts else times)
-        self._record(name, "communication" if collective.cuts else "inside", start, stop)
+        self._record(name, stream, start, stop)
         return stop
 
     def _record(self, name: str, stream: Stream, start: Vector, stop: Vector) -> None:
