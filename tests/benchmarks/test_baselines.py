@@ -19,7 +19,7 @@ from hapx.graph.capture import capture
 from hapx.ir import Graph
 from hapx.planner import key_of, plan_graphs
 from hapx.theory.derive import derive
-from support.clusters import slow_devices
+from support.clusters import THREE, slow_devices
 from support.equivalence import assert_equivalent
 from support.plans import flat
 from support.zoo import TINY
@@ -100,10 +100,10 @@ def test_a_table_that_no_program_follows_is_refused() -> None:
 @pytest.mark.parametrize("name", ["bert", "bert_moe"])
 def test_hapx_is_not_slower(name: str) -> None:
     graph = graph_of(name)
-    planned = plan_graphs([graph], SQUARE).iteration_time
-    bench = Bench(graph, SQUARE)
+    planned = plan_graphs([graph], THREE).iteration_time
+    bench = Bench(graph, THREE)
     found = {system: best for system, ways in systems(graph).items() if (best := bench.best(ways)) is not None}
-    assert len(found) == (7 if name == "bert_moe" else 6)
+    assert len(found) == (6 if name == "bert_moe" else 5)  # one axis has no two levels
     assert {s: t.time for s, t in found.items() if t.fits and t.time * 1.001 < planned} == {}
 
 
