@@ -12,8 +12,10 @@ Invariant: a candidate's time, memory and program are those of its integer lengt
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +33,7 @@ from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
 from hapx.restriction import Restriction, restriction, with_remat
-from hapx.simulate import simulate_program
+from hapx.simulate import iteration_time
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.problem import Problem, build
@@ -125,6 +127,26 @@ def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | Non
     """Candidates for one graph on all devices, best first, on every allowed view.
 
     Raises InsufficientMemoryError or PlanError where no view has a program."""
+    with _without_collections():
+        return _plan_spmd(setting, counters, meshes)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Planning makes no cycles but many objects: the collector would look at all of them again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            if not gc.get_freeze_count():  # what there is now is old: the next collection need not look at it
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
+
+
+def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None) -> list[Candidate]:
     found: list[Candidate] = []
     failures: list[HapError] = []
     for mesh in views(setting.cluster, setting.rule) if meshes is None else meshes:
@@ -151,7 +173,11 @@ def _ranked(setting: Setting, found: list[Candidate], counters: Counters) -> lis
     found = sorted(found, key=lambda c: c.cost)
     first = {c.mesh.name: c for c in reversed(found)}
     chosen = sorted({id(c): c for c in [*first.values(), *found[:SIMULATED]]}.values(), key=lambda c: c.cost)
-    simulated = [replace(c, time=simulate_program(c.program, setting.graph, c.costs, c.lengths).total) for c in chosen]
+    exact: dict[Any, CostModel] = {}  # candidates of equal lengths share a cost model
+    for c in chosen:
+        key = id(c.costs), tuple(c.lengths.items())
+        exact[key] = exact.get(key) or c.costs.at_lengths(c.lengths)
+    simulated = [replace(c, time=iteration_time(c.program, setting.graph, exact[id(c.costs), tuple(c.lengths.items())])) for c in chosen]
     counters.simulation_time += time.perf_counter() - began
     return sorted(simulated, key=lambda c: c.time)
 
@@ -282,7 +308,7 @@ class _Alternation:
         if not (goal.memory(shares) <= self.capacity * (1 + 1e-9)).all():
             return None
         used = set(goal.cuts)
-        key = (solution.program.instructions, tuple(sorted(((c, n) for c, n in lengths.items() if c in used), key=str)))
+        key = (solution.choices, tuple((c, n) for c, n in lengths.items() if c in used))
         if key not in self.found:
             per = {row: per_device(own.tolist(), self.kinds) for row, own in ratios.items()}
             if isinstance(self.setting.rule.ratios, tuple):

@@ -18,14 +18,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 from typing import Literal
 
-import numpy as np
-
 from hapx.cost.model import BUCKET_BYTES, CommunicationCost, CostModel, StepCost
-from hapx.cost.terms import Piece, Term, Vector
+from hapx.cost.terms import Piece, Term
 from hapx.errors import HapError
 from hapx.ir import Graph, Kind, OpCall
 from hapx.layout import Lengths
@@ -34,6 +33,7 @@ from hapx.theory.triple import Theory
 
 # "inside": communication of the inner axis of two levels
 Stream = Literal["compute", "communication", "inside"]
+Seconds = tuple[float, ...]  # per kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,24 +122,36 @@ def simulate_program(
     `synchronisation`: by parameter, the seconds that its gradient takes if something other than an all-reduce synchronises it."""
     assert cost.graph is graph and cost.theory.mesh == program.mesh, "the cost model is of another program"
     exact = cost.at_lengths(lengths)
-    other = synchronisation or {}
-    steps = [(_name(i), _synchronised(i, _cost(i, graph, exact), other)) for i in program.instructions]
+    clock = _run(program, graph, exact, events=True, synchronisation=synchronisation)
+    kind_of = tuple((device, k) for k, devices in enumerate(exact.view.devices) for device in devices)
+    return Timeline(tuple(sorted(kind_of)), tuple(clock.events), max(clock.now))
+
+
+def iteration_time(program: Program, graph: Graph, exact: CostModel) -> float:
+    """Seconds of one iteration, as `simulate_program` has them, by a cost model at concrete lengths."""
+    return max(_run(program, graph, exact, events=False).now)
+
+
+def _run(program: Program, graph: Graph, exact: CostModel, events: bool, synchronisation: Mapping[str, float] | None = None) -> _Clock:
+    steps = [(_name(i) if events else "", _cost(i, graph, exact)) for i in program.instructions]
+    if synchronisation:
+        steps = [(name, _synchronised(i, step, synchronisation)) for i, (name, step) in zip(program.instructions, steps, strict=True)]
     full = _full_buckets([_gradient_bytes(i, step, graph) for i, (_, step) in zip(program.instructions, steps, strict=True)])
-    clock = _Clock(len(exact.kinds))
+    clock = _Clock(len(exact.kinds), events)
     for name, step in steps:
         clock.communicate(name, [c for c in step.communication if c.direction == "forward"])
         clock.compute(name, step.forward)
-    if cost.mode == "train":
+    if exact.mode == "train":
         for k, (name, step) in reversed(list(enumerate(steps))):
-            clock.compute(f"{name} backward", step.backward)
-            clock.communicate(f"{name} backward", [c for c in reversed(step.communication) if c.direction == "backward"])
+            name = f"{name} backward" if events else ""
+            clock.compute(name, step.backward)
+            clock.communicate(name, [c for c in reversed(step.communication) if c.direction == "backward"])
             clock.gradient([c for c in step.communication if c.direction == "synchronise"], full=k in full)
         clock.wait()
         for need in program.needs:
             if graph.refs[need.tensor].kind is Kind.PARAMETER:
                 clock.compute(f"update {need.tensor}", exact.update(graph.refs[need.tensor], need.placement))
-    kind_of = tuple((device, k) for k, devices in enumerate(exact.view.devices) for device in devices)
-    return Timeline(tuple(sorted(kind_of)), tuple(clock.events), float(max(clock.now)))
+    return clock
 
 
 def _name(instruction: Instruction) -> str:
@@ -159,9 +171,11 @@ def _synchronised(instruction: Instruction, step: StepCost, seconds: Mapping[str
     name = instruction.triple.post[0].tensor
     if name not in seconds:
         return step
-    term = [Term((Piece((seconds[name],) * len(c.term.pieces[0].const)),)) for c in step.communication]
-    changed = [replace(c, term=t) if c.direction == "synchronise" else c for c, t in zip(step.communication, term, strict=True)]
-    return replace(step, communication=tuple(changed))
+
+    def changed(c: CommunicationCost) -> CommunicationCost:
+        return replace(c, term=Term((Piece((seconds[name],) * len(c.term.pieces[0].const)),)))
+
+    return replace(step, communication=tuple(changed(c) if c.direction == "synchronise" else c for c in step.communication))
 
 
 def _gradient_bytes(instruction: Instruction, step: StepCost, graph: Graph) -> int:
@@ -184,29 +198,29 @@ def _full_buckets(sizes: Sequence[int]) -> frozenset[int]:
     return frozenset(full if last is None else {*full, last})
 
 
-@dataclass
 class _Clock:
-    """Time on the streams of every kind: `now` of the program (its compute stream), `wires` of the communication streams, by whether they cut."""
+    """Time on the streams of every kind: `now` of the program (its compute stream), `wires` of the communication streams, by whether they cut.
+    `events` are recorded where they are wanted."""
 
-    size: int
-    events: list[Event] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.now: Vector = np.zeros(self.size)
-        self.wires: dict[bool, Vector] = {True: np.zeros(self.size), False: np.zeros(self.size)}
+    def __init__(self, size: int, record: bool):
+        self.size, self.record = size, record
+        self.events: list[Event] = []
+        self.now: Seconds = (0.0,) * size
+        self.wires: dict[bool, Seconds] = {True: self.now, False: self.now}
         self._bucket: list[CommunicationCost] = []
         self._num_buckets = 0
+        self._values: dict[int, tuple[Term, Seconds]] = {}
 
     def compute(self, name: str, term: Term | None) -> None:
         if term is None:
             return
-        start, self.now = self.now, self.now + term.at({})
+        start, self.now = self.now, tuple(map(add, self.now, self._seconds(term)))
         self._record(name, "compute", start, self.now)
 
     def communicate(self, name: str, collectives: Sequence[CommunicationCost]) -> None:
         """Collectives that the program waits for."""
         for collective in collectives:
-            ready = np.maximum(self.now, self.wires[collective.cuts])
+            ready = tuple(map(max, self.now, self.wires[collective.cuts]))
             self.now = self.wires[collective.cuts] = self._run(name, collective, ready, "communication" if collective.cuts else "inside")
 
     def gradient(self, collectives: Sequence[CommunicationCost], full: bool) -> None:
@@ -217,7 +231,7 @@ class _Clock:
         name = f"synchronise bucket {self._num_buckets}"
         # all axes of a bucket are one process group: a bucket that leaves the machines does so as a whole
         cuts = any(c.cuts for c in self._bucket)
-        ready = np.maximum(self.now, self.wires[cuts])
+        ready = tuple(map(max, self.now, self.wires[cuts]))
         for collective in self._bucket:
             ready = self._run(name, collective, ready, "communication" if cuts else "inside")
         self.wires[cuts] = ready
@@ -226,15 +240,23 @@ class _Clock:
     def wait(self) -> None:
         """For all buckets."""
         assert not self._bucket, "a bucket was never sent"
-        self.now = np.maximum(self.now, np.maximum(*self.wires.values()))
+        self.now = tuple(map(max, self.now, *self.wires.values()))
 
-    def _run(self, name: str, collective: CommunicationCost, ready: Vector, stream: Stream) -> Vector:
+    def _run(self, name: str, collective: CommunicationCost, ready: Seconds, stream: Stream) -> Seconds:
         """The end of a collective for which the kinds are ready at the given times."""
-        times = collective.term.at({})
-        start = np.full(self.size, ready.max()) if collective.cuts else ready
-        stop = start + (times.max() if collective.cuts else times)
+        times = self._seconds(collective.term)
+        start = (max(ready),) * self.size if collective.cuts else ready
+        stop = (start[0] + max(times),) * self.size if collective.cuts else tuple(map(add, start, times))
         self._record(name, stream, start, stop)
         return stop
 
-    def _record(self, name: str, stream: Stream, start: Vector, stop: Vector) -> None:
-        self.events.append(Event(name, stream, tuple(start.tolist()), tuple(stop.tolist())))
+    def _seconds(self, term: Term) -> Seconds:
+        """Terms at concrete lengths are constants; steps that are alike share them."""
+        known = self._values.get(id(term))
+        if known is None:
+            known = self._values[id(term)] = term, tuple(term.at({}).tolist())  # the term is held, so that its id stays its own
+        return known[1]
+
+    def _record(self, name: str, stream: Stream, start: Seconds, stop: Seconds) -> None:
+        if self.record:
+            self.events.append(Event(name, stream, start, stop))

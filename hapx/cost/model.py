@@ -11,7 +11,8 @@ their terms; in eval mode there is no backward, no kept activation and no gradie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -22,6 +23,7 @@ import numpy as np
 from hapx.cluster.spec import PRECISIONS, ClusterSpec
 from hapx.cost import memory
 from hapx.cost.compute import Work, hidden, is_view, work
+from hapx.cost.edges import Edge, EdgePrices
 from hapx.cost.memory import UPDATE_PASSES
 from hapx.cost.network import AxisLinks, Network
 from hapx.cost.terms import Piece, Term, Vector, maximum
@@ -30,7 +32,7 @@ from hapx.errors import HapError
 from hapx.ir import Graph, Kind, Node, OpCall, Ref, TensorRef
 from hapx.layout import Lengths
 from hapx.plan import Axes, Communication, Form, Triple
-from hapx.states import REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded
+from hapx.states import REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded, State
 from hapx.theory.triple import Theory
 from hapx.transposes import backward_collective, forward_collective
 
@@ -84,22 +86,27 @@ class CostModel:
         known = dict.fromkeys([*PRECISIONS, *(dtype for kind in cluster.device_types.values() for dtype in kind.flops)])
         if precision not in known:
             raise HapError(f"unknown precision {precision!r}", where="precision", allowed=", ".join(known))
-        self.view = View(theory.mesh, cluster, lengths)
-        self.links: tuple[AxisLinks, ...] = Network(self.view).axes
-        self.kinds: tuple[tuple[int, ...], ...] = self.view.kinds
-        self.sizes: tuple[int, ...] = tuple(map(len, self.kinds))
-        speed = np.array(self.view.worst(lambda d: cluster.type_of(d).speed(precision), min))
-        self.speeds: Vector = speed / (speed * self.sizes).sum()
-        self.capacity: Vector = np.array(self.view.worst(lambda d: cluster.type_of(d).memory, min)) * (1.0 - memory.RESERVE)
-        self._latency = Piece(self.view.worst(lambda d: cluster.type_of(d).kernel_latency))
-        self._per_byte = self.view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
-        self._per_flop: dict[str, tuple[float, ...]] = {}
         self._states = memory.states_of(optimizer)
         self._kept = memory.kept(self.graph) if mode == "train" else frozenset()
         self._forgotten = memory.forgotten(self.graph) if mode == "train" else frozenset()
         self._converted_again = memory.converted_again(self.graph) if mode == "train" else frozenset()
         self._signatures: dict[int, int] = {}
         self._number = _Numbers()
+        self._see(View(theory.mesh, cluster, lengths))
+
+    def _see(self, view: View) -> None:
+        """Everything that depends on which devices are alike."""
+        cluster, precision = self.cluster, self.precision
+        self.view = view
+        self.links: tuple[AxisLinks, ...] = Network(view).axes
+        self.kinds: tuple[tuple[int, ...], ...] = view.kinds
+        self.sizes: tuple[int, ...] = tuple(map(len, self.kinds))
+        speed = np.array(view.worst(lambda d: cluster.type_of(d).speed(precision), min))
+        self.speeds: Vector = speed / (speed * self.sizes).sum()
+        self.capacity: Vector = np.array(view.worst(lambda d: cluster.type_of(d).memory, min)) * (1.0 - memory.RESERVE)
+        self._latency = Piece(view.worst(lambda d: cluster.type_of(d).kernel_latency))
+        self._per_byte = view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
+        self._per_flop: dict[str, tuple[float, ...]] = {}
         self._by_triple: dict[int, tuple[Triple, StepCost]] = {}
         self._by_form: dict[Any, StepCost] = {}
         self._conversions: dict[Any, StepCost] = {}
@@ -107,7 +114,9 @@ class CostModel:
 
     def at_lengths(self, lengths: Lengths) -> CostModel:
         """The same model at concrete lengths: only coordinates that also have equal lengths are one kind."""
-        return CostModel(self.theory, self.cluster, self.precision, self.optimizer, self.mode, lengths=lengths)
+        twin = copy(self)
+        twin._see(View(self.theory.mesh, self.cluster, lengths))
+        return twin
 
     def lengths_to_shares(self, lengths: Mapping[Cut, tuple[int, ...]]) -> dict[Cut, Vector]:
         """Per kind, the largest share (length / units) of each cut of the uneven axis."""
@@ -287,23 +296,34 @@ class CostModel:
 
     def _step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
         found: list[CommunicationCost] = []
-        forward = forward_collective(step.source, step.target)
-        self._add(found, "forward", step.axis, self._collective(forward, ref, step, before, after))
-        freed = self.mode == "train" and step.gradient and step.free and forward == "all_gather"
-        if freed or ref.name in self._converted_again:
-            self._add(found, "backward", step.axis, self._collective(forward, ref, step, before, after))
-        if self.mode == "train" and step.gradient:
-            backward = backward_collective(step.source, step.target)
-            term = self._collective(backward, ref, step, before, after)
-            if term is not None and ref.kind is Kind.PARAMETER and isinstance(step.source, Invariant) and isinstance(step.target, Replicated):
-                found.append(CommunicationCost("synchronise", self._in_bucket(ref, step, after), self.links[step.axis].cuts))
+        for direction, name in self.collectives(ref, step.source, step.target, step.free):
+            if direction == "synchronise":
+                found.append(CommunicationCost(direction, self._in_bucket(ref, step, after), self.links[step.axis].cuts))
             else:
-                self._add(found, "backward", step.axis, term)
+                self._add(found, direction, step.axis, self._collective(name, ref, step, before, after))
         return found
 
-    def _collective(self, name: str | None, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> Term | None:
-        if name is None:
-            return None
+    def collectives(self, ref: TensorRef, source: State, target: State, free: bool) -> list[tuple[Direction, str]]:
+        """What runs between devices when a tensor is converted along one axis, always one collective; a reduce_scatter counts as an all_gather, which
+        costs the same. free: a gathered parameter is gathered again in backward, as whatever is converted in a block that is computed again."""
+        found: list[tuple[Direction, str]] = []
+        forward = forward_collective(source, target)
+        trains = self.mode == "train" and ref.requires_grad
+        if forward is not None:
+            found.append(("forward", _PRICED_AS.get(forward, forward)))
+            if ref.name in self._converted_again or (trains and free and forward == "all_gather"):
+                found.append(("backward", found[0][1]))
+        backward = backward_collective(source, target) if trains else None
+        if backward is not None:
+            synchronises = ref.kind is Kind.PARAMETER and isinstance(source, Invariant) and isinstance(target, Replicated)
+            found.append(("synchronise" if synchronises else "backward", _PRICED_AS.get(backward, backward)))
+        return found
+
+    def edge_prices(self, edges: Sequence[Edge], forms: frozenset[str]) -> EdgePrices:
+        """All of them, to be priced at once."""
+        return EdgePrices(self, edges, forms)
+
+    def _collective(self, name: str, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> Term | None:
         links, whole = self.links[step.axis], self._part(_whole_on(after, (step.axis,)), float(ref.bytes))
         if name == "all_reduce":
             return links.all_reduce(whole)
@@ -318,8 +338,15 @@ class CostModel:
         volume = links.all_reduce(self._part(after, float(ref.bytes)))
         latency = links.all_reduce(self.view.constant(0.0))
         assert volume is not None and latency is not None
-        spared = latency.pieces[0].scaled((min(1.0, ref.bytes / BUCKET_BYTES) - 1.0,) * len(self.kinds))
+        spared = latency.pieces[0].scaled((self.part_of_bucket(ref) - 1.0,) * len(self.kinds))
         return Term(tuple(p + spared for p in volume.pieces))
+
+    def part_of_bucket(self, ref: TensorRef) -> float:
+        """How much of a bucket of gradients a parameter fills, at most all of it."""
+        return min(1.0, ref.bytes / BUCKET_BYTES)
+
+
+_PRICED_AS = {"reduce_scatter": "all_gather"}
 
 
 class _Numbers:

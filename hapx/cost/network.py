@@ -21,12 +21,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil, log2, prod
 
 from hapx.cost.terms import Piece, Term, maximum
 from hapx.cost.view import View
 from hapx.plan import Form
+
+Weights = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,35 +47,44 @@ class AxisLinks:
 
     def all_reduce(self, whole: Piece) -> Term | None:
         """`whole`: bytes of the tensor on a device of each kind."""
-        m = self.size
-        return None if m == 1 else maximum([self._over(whole, self.ring, 2 * (m - 1) / m) + self._messages(2 * self.rounds)])
+        return self._term(self.pieces("all_reduce"), whole, whole)
 
     def all_gather(self, form: Form, shard: Piece, whole: Piece) -> Term | None:
         """`shard`, `whole`: bytes on a device of each kind before and after. A reduce_scatter costs the same."""
-        m = self.size
-        if m == 1:
-            return None
-        if form is Form.GROUPED:
-            return maximum([self._over(whole, self.ring) + self._messages(m)])
-        if form is Form.POINT_TO_POINT:
-            rest = whole + shard.scaled([-1.0] * len(self.ring))
-            pieces = [self._over(shard, self.inside, m - 1), self._over(rest, self.inside)]
-            if self.crosses:
-                n = self.mates
-                others = whole + shard.scaled([-float(k) for k in n])
-                pieces += [shard.scaled([k * (m - k) / b for k, b in zip(n, self.card, strict=True)])]
-                pieces += [others.scaled([k / b for k, b in zip(n, self.card, strict=True)])]
-            return maximum(p + self._messages(m - 1) for p in pieces)
-        return maximum([self._over(shard, self.ring, m - 1) + self._messages(self.rounds)])
+        return self._term(self.pieces("all_gather", form), shard, whole)
 
     def all_to_all(self, before: Piece, after: Piece) -> Term | None:
         """`before`, `after`: bytes on a device of each kind."""
-        if self.size == 1:
-            return None
-        pieces = [self._over(p, self.inside) for p in (before, after)]
-        if self.crosses:
-            pieces += [p.scaled([k / b for k, b in zip(self.mates, self.card, strict=True)]) for p in (before, after)]
-        return maximum(p + self._messages(self.size - 1) for p in pieces)
+        return self._term(self.pieces("all_to_all"), before, after)
+
+    def pieces(self, collective: str, form: Form = Form.PADDED) -> list[Weights]:
+        """The time of a collective as the maximum of pieces a x first + b x second + c, one number per kind each. first and second are bytes on a
+        device: of an all_reduce (the whole, the whole), of an all_gather (the shard, the whole), of an all_to_all (before, after)."""
+        m, none = self.size, (0.0,) * len(self.ring)
+        if m == 1:
+            return []
+        if collective == "all_reduce":
+            return [(_over(self.ring, 2 * (m - 1) / m), none, self._messages(2 * self.rounds))]
+        last = self._messages(m - 1)
+        if collective == "all_to_all":
+            pieces = [(_over(self.inside), none), (none, _over(self.inside))]
+            if self.crosses:
+                card = tuple(k / b for k, b in zip(self.mates, self.card, strict=True))
+                pieces += [(card, none), (none, card)]
+            return [(a, b, last) for a, b in pieces]
+        if form is Form.GROUPED:
+            return [(none, _over(self.ring), self._messages(m))]
+        if form is Form.POINT_TO_POINT:
+            pieces = [(_over(self.inside, m - 1), none), (_over(self.inside, -1.0), _over(self.inside))]
+            if self.crosses:
+                both = list(zip(self.mates, self.card, strict=True))
+                pieces += [(tuple(k * (m - k) / b for k, b in both), none)]
+                pieces += [(tuple(-k * k / b for k, b in both), tuple(k / b for k, b in both))]
+            return [(a, b, last) for a, b in pieces]
+        return [(_over(self.ring, m - 1), none, self._messages(self.rounds))]
+
+    def _term(self, pieces: list[Weights], first: Piece, second: Piece) -> Term | None:
+        return maximum(_sum(first, a, second, b, c) for a, b, c in pieces) if pieces else None
 
     @property
     def crosses(self) -> bool:
@@ -84,11 +95,17 @@ class AxisLinks:
     def rounds(self) -> int:
         return ceil(log2(self.size))
 
-    def _over(self, volume: Piece, bandwidth: tuple[float, ...], times: float = 1.0) -> Piece:
-        return volume.scaled([times / b for b in bandwidth])
+    def _messages(self, count: int) -> tuple[float, ...]:
+        return tuple(count * a for a in self.latency)
 
-    def _messages(self, count: int) -> Piece:
-        return Piece(tuple(count * a for a in self.latency))
+
+def _over(bandwidth: tuple[float, ...], times: float = 1.0) -> tuple[float, ...]:
+    return tuple(times / b for b in bandwidth)
+
+
+def _sum(first: Piece, a: tuple[float, ...], second: Piece, b: tuple[float, ...], c: tuple[float, ...]) -> Piece:
+    parts = [piece.scaled(factors) for piece, factors in ((first, a), (second, b)) if any(factors)]
+    return sum(parts, Piece(c))
 
 
 @dataclass(frozen=True)
@@ -117,11 +134,13 @@ class Network:
         infinite = float("inf")
         card = {m: cluster.inter.bandwidth / crossing[m] if crossing[m] else infinite for m in set(machine.values())}
 
+        @cache
         def ring(group: tuple[int, ...]) -> float:
             span = spans[group]
             inside = [cluster.machines[m].intra.bandwidth for m, n in span.items() if n > 1]
             return min([*inside, *(card[m] for m in span if len(span) > 1)], default=infinite)
 
+        @cache
         def latency(group: tuple[int, ...]) -> float:
             links = [cluster.machines[m].intra for m, n in spans[group].items() if n > 1] + ([cluster.inter] if len(spans[group]) > 1 else [])
             return max((link.latency for link in links), default=0.0)

@@ -13,6 +13,7 @@ coordinates of a kind also have equal lengths, and fractions are constants, thos
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -50,28 +51,43 @@ class View:
 
     def _appearance(self, coordinate: int) -> object:
         """What the costs see of the devices at a coordinate of the uneven axis."""
-        return tuple((*self._numbers(d), self.cluster.machine_of(d).intra, len(self._machine_mates(d))) for d in self._at(coordinate))
+        machines, numbers = self.cluster.machines, self._numbers
+        found = []
+        for d in self._at[coordinate]:
+            at = self.cluster.devices[d]
+            found.append((numbers[at.type], machines[at.machine].intra, self._mates[at.machine]))
+        return tuple(found)
 
-    def _numbers(self, device: int) -> tuple[object, ...]:
-        t = self.cluster.type_of(device)
-        return (tuple(sorted(t.flops.items())), t.efficiency, t.kernel_latency, t.memory, t.memory_bandwidth)
+    @cached_property
+    def _numbers(self) -> dict[str, tuple[object, ...]]:
+        """What the costs see of each device type."""
+        return {
+            name: (tuple(sorted(t.flops.items())), t.efficiency, t.kernel_latency, t.memory, t.memory_bandwidth)
+            for name, t in self.cluster.device_types.items()
+        }
 
-    def _machine_mates(self, device: int) -> tuple[int, ...]:
-        machine = self.cluster.devices[device].machine
-        return tuple(d for d in self.mesh.devices if self.cluster.devices[d].machine == machine)
+    @cached_property
+    def _mates(self) -> Counter[int]:
+        """Devices of the mesh in each machine."""
+        return Counter(self.cluster.devices[d].machine for d in self.mesh.devices)
 
-    def _at(self, coordinate: int) -> tuple[int, ...]:
-        """Devices at a coordinate of the uneven axis (all devices without one)."""
+    @cached_property
+    def _at(self) -> tuple[tuple[int, ...], ...]:
+        """Devices at each coordinate of the uneven axis (all devices at the only one without one)."""
         uneven = self.mesh.uneven
         if uneven is None:
-            return self.mesh.devices
-        inner = prod(self.mesh.sizes[uneven + 1 :])
-        return tuple(d for i, d in enumerate(self.mesh.devices) if i // inner % self.mesh.sizes[uneven] == coordinate)
+            return (self.mesh.devices,)
+        sizes = self.mesh.sizes
+        inner = prod(sizes[uneven + 1 :])
+        found: list[list[int]] = [[] for _ in range(sizes[uneven])]
+        for i, d in enumerate(self.mesh.devices):
+            found[i // inner % sizes[uneven]].append(d)
+        return tuple(map(tuple, found))
 
     @cached_property
     def devices(self) -> tuple[tuple[int, ...], ...]:
         """Devices of each kind."""
-        return tuple(tuple(d for c in kind for d in self._at(c)) for kind in self.kinds)
+        return tuple(tuple(d for c in kind for d in self._at[c]) for kind in self.kinds)
 
     @property
     def size(self) -> int:

@@ -46,7 +46,8 @@ class Domain(Protocol[N]):
         """Whether a's cost makes b superfluous, given that a's place includes b's."""
 
     def again(self, node: N, limit: float) -> list[N] | None:
-        """The successor that repeats what was done where things stood as they do here, if they did; None where there is no such place."""
+        """What repeats what was done where things stood as they do here, if they did: the next partial solution or, where a whole round was the same,
+        one after all rounds that are left; None where there is no such place."""
 
 
 @dataclass(slots=True)
@@ -104,17 +105,19 @@ def beam(domain: Domain[N], width: int, statistics: Statistics, incumbent: N | N
     """A good solution: level by level, the `width` nodes of least estimate below the incumbent's; where decisions repeat themselves, the same
     ones again. The incumbent where nothing is better."""
     limit = incumbent.estimate * (1 - TOLERANCE) if incumbent is not None else float("inf")
+    fronts: list[Front[N] | None] = [None] * (domain.depth + 1)
     start = domain.start()
     nodes = [start] if start is not None else []
-    for _ in range(domain.depth):
-        front: Front[N] = Front(domain)
+    for level in range(domain.depth):
         for node in nodes:
             statistics.expansions += 1
             repeated = domain.again(node, limit)
-            for successor in domain.successors(node, limit, 2 * width + 8) if repeated is None else repeated:
+            for successor in domain.successors(node, limit, width + 2) if repeated is None else repeated:
                 statistics.generated += 1
+                front = fronts[successor.level] = fronts[successor.level] or Front(domain)
                 statistics.dominated += not front.admit(successor)
-        nodes = heapq.nsmallest(width, front.nodes(), key=lambda n: n.estimate)
+        following = fronts[level + 1]
+        nodes = heapq.nsmallest(width, following.nodes(), key=lambda n: n.estimate) if following is not None else []
     return min(nodes, key=lambda n: n.estimate, default=incumbent)
 
 

@@ -9,14 +9,16 @@ Memory may have *prices* instead (seconds per byte and kind, see `hapx.synth.lim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
+from math import inf
 from operator import add, le, mul, sub
 
 import numpy as np
 
 from hapx.cost.terms import Shares
 from hapx.synth.bound import Bound
-from hapx.synth.effect import Vector, plus
+from hapx.synth.effect import Effect, Vector, compose, plus
 from hapx.synth.moves import Move, Moves
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
@@ -26,12 +28,27 @@ from hapx.synth.seeds import Mask
 class State:
     """A partial program; see the module."""
 
-    __slots__ = ("backward", "cost", "dead", "estimate", "forward", "level", "memory", "move", "parent", "place")
+    __slots__ = ("backward", "cost", "dead", "estimate", "forward", "level", "memory", "move", "parent", "place", "rounds")
 
     def __init__(self, level: int, place: int, cost: float, forward: Vector, backward: Vector, memory: Vector, estimate: float,
-                 parent: State | None, move: Move | None):  # fmt: skip
+                 parent: State | None, move: Move | None, rounds: tuple[int, int] = (0, 0)):  # fmt: skip
         self.level, self.place, self.cost, self.forward, self.backward, self.memory = level, place, cost, forward, backward, memory
         self.estimate, self.parent, self.move, self.dead = estimate, parent, move, False
+        self.rounds = rounds  # (period, times): instead of by a move, by repeating the last moves before it
+
+
+def moves_of(last: State) -> list[Move]:
+    """The moves that lead to a state, in order."""
+    states: list[State] = []
+    state: State | None = last
+    while state is not None:
+        states.append(state)
+        state = state.parent
+    moves: list[Move] = []
+    for state in reversed(states):
+        period, times = state.rounds
+        moves += [state.move] if state.move is not None else moves[len(moves) - period :] * times
+    return moves
 
 
 class Synthesis:
@@ -54,6 +71,7 @@ class Synthesis:
         self.only: Mapping[int, Mask] | None = None  # by id of a step class, the choices that are looked at
         self._alike: dict[int, list[tuple[int, int, int]] | None] = {}
         self._expanded: list[dict[tuple[int, int], list[tuple[Move, int]]]] = [{} for _ in problem.steps]
+        self._parts: dict[int, list[tuple[int, int, int]]] = {}
         self._left = self._least_memory() if limits is not None else []
 
     def start(self) -> State | None:
@@ -75,22 +93,52 @@ class Synthesis:
         for choice in chosen.tolist():
             yield from self._follow(state, self._moves(state.level, reads, choice), limit)
 
+    def follow(self, moves: Iterable[Move]) -> State | None:
+        """The complete state that these moves, found at other shares or prices, lead to; None where it does not fit."""
+        state = self.start()
+        for move in moves:
+            if state is None:
+                break
+            again = self.moves.again(self.problem.steps[state.level].kind, move)
+            state = next(self._follow(state, [(again, self._made(state.level, again))], inf), None)
+        return state
+
     def again(self, state: State, limit: float) -> list[State] | None:
-        """One period after a state in which every value was available as its counterpart is here: the move that was made there."""
+        """One period after a state in which every value was available as its counterpart is here: the move that was made there, or all rounds that
+        are left if the last one ended as it had begun."""
         period = self.repetition.before(state.level)
         pairs = self._pairs(state.level, period) if period else None
         if pairs is None:
             return None
-        then, made = state, None
+        then, made = state, []
         for _ in range(period):
-            then, made = then.parent, then  # type: ignore[assignment]
-            if then is None:
+            if then.move is None or then.parent is None:
                 return None
+            made.append(then.move)
+            then = then.parent
         if any(state.place >> now & full != then.place >> before & full for now, before, full in pairs):
             return None
-        assert made is not None and made.move is not None
-        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads, made.move.choice.index)
-        return list(self._follow(state, [m for m in moves if m[0] is made.move], limit))
+        times = self.repetition.rounds(state.level)
+        if times > 1 and all(self._pairs(state.level + i * period, period) is not None for i in range(1, times + 1)):
+            return self._leap(state, made[::-1], times, limit)
+        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads, made[-1].choice.index)
+        return list(self._follow(state, [m for m in moves if m[0] is made[-1]], limit))
+
+    def _leap(self, state: State, made: list[Move], times: int, limit: float) -> list[State]:
+        """After `times` rounds of the moves that were made last."""
+        once, effect = reduce(compose, (m.effect for m in made)), None
+        for bit in bin(times)[2:]:  # the effect of all rounds, by squaring
+            effect = compose(effect, effect) if effect is not None else None
+            if bit == "1":
+                effect = compose(effect, once) if effect is not None else once
+        assert effect is not None
+        level, place = state.level, state.place
+        for _ in range(times):
+            level += len(made)
+            pairs = self._pairs(level, len(made))
+            assert pairs is not None, "checked by the caller"
+            place = sum((place >> before & full) << now for now, before, full in pairs)
+        return list(self._reached(state, level, place, effect, None, (len(made), times), limit))
 
     def _pairs(self, level: int, period: int) -> list[tuple[int, int, int]] | None:
         """Bits of every live value, of its counterpart one period before, and their mask; None if the two places are not alike."""
@@ -102,33 +150,36 @@ class Synthesis:
         return self._alike[level]
 
     def _follow(self, state: State, moves: list[tuple[Move, int]], limit: float) -> Iterator[State]:
-        step = self.problem.steps[state.level]
-        level, kept = state.level + 1, state.place & step.keep
-        forward, backward, bound, limits, last = state.forward, state.backward, self.bound, self.limits, level == self.depth
+        kept = state.place & self.problem.steps[state.level].keep
         for move, made in moves:
-            effect = move.effect
-            memory = tuple(map(add, state.memory, effect.memory))
-            if limits is not None and not all(map(le, map(add, memory, self._left[level]), limits)):
-                continue
-            cost = state.cost + effect.const
-            if effect.forward_pre is None:
-                pf = tuple(map(add, forward, effect.forward))
-            else:
-                cost += max(map(add, forward, effect.forward_pre))
-                pf = effect.forward
-            if effect.backward_pre is None:
-                pb = tuple(map(add, backward, effect.backward))
-            else:
-                cost += max(map(add, backward, effect.backward_pre))
-                pb = effect.backward
-            if cost >= limit:
-                continue
-            place = kept | made
-            estimate = cost + max(pf) + max(pb)
-            if not last:
-                estimate = max(estimate, bound.estimate(cost + self._priced(memory), pf, pb, bound.rest(level, place)))
-            if estimate < limit:
-                yield State(level, place, cost, pf, pb, memory, estimate, state, move)
+            yield from self._reached(state, state.level + 1, kept | made, move.effect, move, (0, 0), limit)
+
+    def _reached(
+        self, state: State, level: int, place: int, effect: Effect, move: Move | None, rounds: tuple[int, int], limit: float
+    ) -> Iterator[State]:
+        """The state at `level` with `place` after an effect, if it may lead to a program below the limit."""
+        forward, backward, limits = state.forward, state.backward, self.limits
+        memory = tuple(map(add, state.memory, effect.memory))
+        if limits is not None and not all(map(le, map(add, memory, self._left[level]), limits)):
+            return
+        cost = state.cost + effect.const
+        if effect.forward_pre is None:
+            pf = tuple(map(add, forward, effect.forward))
+        else:
+            cost += max(map(add, forward, effect.forward_pre))
+            pf = effect.forward
+        if effect.backward_pre is None:
+            pb = tuple(map(add, backward, effect.backward))
+        else:
+            cost += max(map(add, backward, effect.backward_pre))
+            pb = effect.backward
+        if cost >= limit:
+            return
+        estimate = cost + max(pf) + max(pb)
+        if level < self.depth:
+            estimate = max(estimate, self.bound.estimate(cost + self._priced(memory), pf, pb, self.bound.rest(level, place)))
+        if estimate < limit:
+            yield State(level, place, cost, pf, pb, memory, estimate, state, move, rounds)
 
     def dominates(self, a: State, b: State) -> bool:
         if self.limits is not None and not all(map(le, a.memory, b.memory)):
@@ -148,11 +199,17 @@ class Synthesis:
         if (mask, choice) not in known:
             step, kind = self.problem.steps[level], self.problem.steps[level].kind
             masks = tuple(s.fixed if s.fixed is not None else mask >> at & s.table.full for s, at in zip(kind.slots, step.slot_shifts, strict=True))
+            known[mask, choice] = [(m, self._made(level, m)) for m in self.moves.at(kind, masks, choice)]
+        return known[mask, choice]
+
+    def _made(self, level: int, move: Move) -> int:
+        """The bits of a partial program that a move sets."""
+        if level not in self._parts:
+            step, kind = self.problem.steps[level], self.problem.steps[level].kind
             parts = [(o, s.table.full, at) for s, o, at in zip(kind.slots, kind.slot_offsets, step.slot_shifts, strict=True) if s.live]
             parts += [(o, r.table.full, at) for r, o, at in zip(kind.results, kind.result_offsets, step.result_shifts, strict=True) if r.live]
-            moves = self.moves.at(kind, masks, choice)
-            known[mask, choice] = [(m, sum((m.place >> o & full) << at for o, full, at in parts)) for m in moves]
-        return known[mask, choice]
+            self._parts[level] = parts
+        return sum((move.place >> o & full) << at for o, full, at in self._parts[level])
 
     def _least_memory(self) -> list[Vector]:
         """Per level, bytes per kind that the steps from there on need at least."""

@@ -77,6 +77,15 @@ class Moves:
             self._moves[key] = self._undominated(self._of_choice(kind, masks, kind.choices[choice], self.effects(kind)[choice]))
         return self._moves[key]
 
+    def again(self, kind: StepClass, move: Move) -> Move:
+        """A move that was found at other shares or prices, with its effect at these."""
+        effect = self.nothing
+        for use in move.uses:
+            for part in (use.kept, use.conversion):
+                effect = compose(effect, self._effect(part.step)) if part is not None else effect
+        last = self.effects(kind)[move.choice.index]
+        return move._replace(effect=compose(effect, last) if effect is not self.nothing else last)
+
     def effects(self, kind: StepClass) -> tuple[Effect, ...]:
         """The effect of each choice, without conversions."""
         if id(kind) not in self._effects:

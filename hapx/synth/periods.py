@@ -41,13 +41,27 @@ class Repetition:
             for name in step.tensors:
                 self.uses.setdefault(name, []).append(k)
         self._before = {level + period: period for level, period in enumerate(self.period) if period}
+        self._names: dict[int, Names | None] = {}
+        self._ends: dict[int, int] = {}  # where the run of steps with one period ends
+        for level in sorted(self._before, reverse=True):
+            same = self._before.get(level + 1) == self._before[level]
+            self._ends[level] = self._ends[level + 1] if same else level + 1
 
     def before(self, level: int) -> int:
         """The period of the step that `level` repeats, 0 if it repeats none."""
         return self._before.get(level, 0)
 
+    def rounds(self, level: int) -> int:
+        """How many whole periods from a level on repeat those before them."""
+        return (self._ends[level] - level) // self._before[level] if level in self._before else 0
+
     def names(self, level: int) -> Names | None:
         """For every value that is live before `level`, the one that is used alike one period later; None if they are not alike."""
+        if level not in self._names:
+            self._names[level] = self._alike(level)
+        return self._names[level]
+
+    def _alike(self, level: int) -> Names | None:
         period = self.period[level]
         if not period:
             return None

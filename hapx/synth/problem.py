@@ -112,6 +112,9 @@ class Problem:
     triples: list[list[Triple]]
     classes: list[StepClass] = field(default_factory=list)
     seeds: list[Mapping[int, Any]] | None = None  # see `hapx.synth.seeds`; made when first searched
+    programs: list[Any] = field(default_factory=list)  # moves of programs that searches at other shares found, the last one first
+    repetition: Any = None  # see `hapx.synth.periods`; made when first searched
+    grid: Any = None  # see `hapx.synth.grid`; made when first searched
 
 
 def build(theory: Theory, costs: CostModel, restriction: Restriction, given: Mapping[str, Placement] | None = None) -> Problem:

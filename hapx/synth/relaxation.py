@@ -25,13 +25,13 @@ Invariant: never more than the true cost of the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hapx.synth.effect import Effect
+from hapx.synth.grid import Grid, Prices
 from hapx.synth.moves import Moves
 from hapx.synth.periods import Names, Repetition
 from hapx.synth.problem import Problem, Step, StepClass
@@ -80,6 +80,13 @@ class Relaxation:
         self.problem, self.moves = problem, moves
         n = problem.terms.kinds
         self.weights = np.vstack([np.eye(n), np.full((1, n), 1.0 / n)]) if n > 1 else np.ones((1, 1))
+        if problem.grid is None:
+            problem.grid = Grid(problem)
+        self.grid: Grid = problem.grid
+        self.prices = Prices(moves.values, self.weights, moves.capacity, moves.prices)
+        edges = self.grid.edges.at(moves.values.shares, self.weights)
+        self.edges = edges if moves.capacity is None else np.zeros_like(edges)
+        self._firsts: dict[tuple[int, bool], Array] = {}
         self._directs: dict[int, Array] = {}
         self._converted: dict[int, Array] = {}
         self._classes: dict[tuple[int, tuple[bool, ...]], Weighted] = {}
@@ -89,7 +96,9 @@ class Relaxation:
         # the table before level k is _base[k] + _offsets[k]
         self._base: list[Rows] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
         self._offsets: list[Array] = [np.zeros(len(self.weights))] * (len(problem.steps) + 1)
-        self.repetition = Repetition(problem.steps)
+        if problem.repetition is None:
+            problem.repetition = Repetition(problem.steps)
+        self.repetition: Repetition = problem.repetition
         self._tabulate()
 
     def rows(self, context: Context, level: int) -> tuple[Rows, Array]:
@@ -187,7 +196,7 @@ class Relaxation:
         for use in uses:
             table = step.kind.slots[use.slot].table
             inside = list(bits(use.mask))
-            cost = self._direct(table)[inside].min(axis=0)[: len(table.placements)]
+            cost = self._direct(table)[inside].min(axis=0)
             cost[inside] = 0.0
             weighted = Weighted(weighted.base + cost[weighted.needs[use.slot]], weighted.needs, weighted.gives)
         then = np.broadcast_to(after[""], weighted.base.shape)
@@ -210,27 +219,27 @@ class Relaxation:
         """`first`: slots that are parameters used for the first time here."""
         key = id(kind), first
         if key not in self._classes:
-            base = []
-            for choice, effect in zip(kind.choices, self.moves.effects(kind), strict=True):
-                cost = self._weigh(effect)
-                for slot, target in choice.needs:
-                    part = kind.slots[slot]
-                    if part.fixed == 0 or first[slot]:
-                        found = [self._weigh(o.effect) for o in self.moves.options(part.table, 0, target, part.fixed != 0)]
-                        cost = cost + (np.min(found, axis=0) if found else np.inf)
-                base.append(cost)
             last = [dict(reversed(c.needs)) for c in kind.choices]  # one placement per slot; a second one can only cost more
             needs = tuple(np.array([n[i] for n in last]) for i in range(len(kind.slots)))
             gives = tuple(np.array([c.gives[i] for c in kind.choices]) for i in range(len(kind.results)))
-            self._classes[key] = Weighted(np.array(base), needs, gives)
+            base = self.prices.steps(self.grid.of_class(kind))
+            for slot, of_slot, own in zip(kind.slots, needs, first, strict=True):
+                if slot.fixed == 0 or own:
+                    base = base + self._first_use(slot.table, slot.fixed == 0)[of_slot]
+            self._classes[key] = Weighted(base, needs, gives)
         return self._classes[key]
 
-    def _weigh(self, effect: Effect) -> Array:
-        total = np.array(effect.forward) + effect.backward
-        for vector in (effect.forward_pre, effect.backward_pre):
-            if vector is not None:
-                total = total + vector
-        return effect.const + self.weights @ total
+    def _first_use(self, table: TensorTable, once: bool) -> Array:
+        """(target, weights) -> the least price of storing a parameter and having it in `target`."""
+        key = id(table), once
+        if key not in self._firsts:
+            n = len(table.placements)
+            of_kept = np.array([k.placement for k in table.stored])
+            cost = self.prices.steps(self.grid.of_stored(table))[:, None] + self.conversions(table)[of_kept, :n]
+            if once:
+                cost = np.where(self.grid.kept(table)[..., None], cost, np.inf)
+            self._firsts[key] = cost.min(axis=0)
+        return self._firsts[key]
 
     def sets(self, table: TensorTable) -> list[int]:
         """The masks that a table has rows for: what one placement gives for free, anything, and what two placements give together."""
@@ -256,7 +265,7 @@ class Relaxation:
         """(row, target) -> the least weighted cost of a conversion from anything that is available in the row; nothing for "anything"."""
         if id(table) not in self._converted:
             n, sets = len(table.placements), self.sets(table)
-            direct = self._direct(table)[:, :n]
+            direct = self._direct(table)
             rows = np.zeros((len(sets), n, len(self.weights)))
             for r, mask in enumerate(sets):
                 if r != n:
@@ -267,43 +276,18 @@ class Relaxation:
         return self._converted[id(table)]
 
     def _direct(self, table: TensorTable) -> Array:
-        """Least weighted cost over all paths between any two placements: every order of the axes, the cheapest edge on each."""
-        if id(table) in self._directs:
-            return self._directs[id(table)]
-        size, axes, w = len(table.all_placements), len(self.problem.theory.mesh.axes), len(self.weights)
-        edge = np.full((axes, size, size, w), np.inf)
-        index = np.array(table.codes)
-        for a in range(axes):
-            for p, code in enumerate(table.codes):
-                edge[a, p, p] = 0.0
-                for state in range(index[:, a].max() + 1):
-                    q = table.at_code.get(code[:a] + (state,) + code[a + 1 :])
-                    if q is not None and q != p:
-                        found = [self._weigh(self.moves.edge(e)) for e in table.edges(p, q)]
-                        if found:
-                            edge[a, p, q] = np.min(found, axis=0)
-        lookup = np.full(index.max(axis=0) + 2, -1)
-        lookup[tuple(index.T)] = np.arange(size)
-        best = np.full((size, size, w), np.inf)
-        for order in permutations(range(axes)):
-            at = np.repeat(np.arange(size)[:, None], size, axis=1)
-            cost = np.zeros((size, size, w))
-            for a in order:
-                codes = index[at]
-                codes[:, :, a] = index[None, :, a]
-                after = lookup[tuple(np.moveaxis(codes, 2, 0))]
-                cost += np.where((at >= 0)[..., None] & (after >= 0)[..., None], edge[a][at, after], np.inf)
-                at = after
-            best = np.minimum(best, cost)
-        self._directs[id(table)] = best + self._held(table) if self.moves.prices is not None else best
+        """Least weighted price over all paths between any two placements: every order of the axes, the cheapest edge on each."""
+        if id(table) not in self._directs:
+            best = self.grid.direct(table, self.edges)
+            self._directs[id(table)] = best + self._held(table) if self.moves.prices is not None else best
         return self._directs[id(table)]
 
     def _held(self, table: TensorTable) -> Array:
         """The price of what a conversion between two placements leaves in memory (a gathered parameter may be freed)."""
-        states = [p.states for p in table.all_placements]
+        states = [p.states for p in table.placements]
         prices = np.zeros((len(states), len(states), 1))
         if not table.parameter:
-            of_target = [self.moves.price(table.held(q)) for q in table.all_placements]
+            of_target = [self.moves.price(table.held(q)) for q in table.placements]
             for p, source in enumerate(states):
                 for q, target in enumerate(states):
                     if any(s != t and forward_collective(s, t) is not None for s, t in zip(source, target, strict=True)):

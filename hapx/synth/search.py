@@ -27,7 +27,7 @@ from hapx.plan import ProgramKey
 from hapx.restriction import AUTO, Restriction
 from hapx.states import Placement
 from hapx.synth.astar import TOLERANCE, Statistics, beam, search
-from hapx.synth.domain import State, Synthesis
+from hapx.synth.domain import State, Synthesis, moves_of
 from hapx.synth.effect import Vector, compose
 from hapx.synth.limited import fitting
 from hapx.synth.problem import Problem, build
@@ -36,7 +36,8 @@ from hapx.synth.tables import Values, numbered
 from hapx.synth.writer import Solution, solution
 from hapx.theory.triple import Theory
 
-BEAMS = (4,)
+WIDTH = 4  # of the beam
+REMEMBERED = 2  # programs that the next search begins with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
 EXACT = 100  # steps up to which a problem on several axes is solved to the end
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
@@ -123,16 +124,26 @@ def program_key(theory: Theory) -> ProgramKey:
 
 
 def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET) -> State | None:
-    """First good programs, those that people write by hand among them, so that most of what the search would generate is above the best of them."""
-    best: State | None = None
-    if domain.problem.seeds is None:
-        domain.problem.seeds = seeds(domain.problem)
-    for seed in [*domain.problem.seeds, None]:
-        domain.only = seed
-        best = beam(domain, 1, statistics, best)
-    for width in BEAMS:
-        best = beam(domain, width, statistics, best)
-    return search(domain, statistics, best, budget, _tolerance(domain.problem) if tolerance is None else tolerance)
+    """First good programs, so that most of what the search would generate is above the best of them: those that were found at other shares, or else
+    those that people write by hand and what beams find."""
+    problem = domain.problem
+    found = [state for moves in problem.programs if (state := domain.follow(moves)) is not None]
+    best = min(found, key=lambda s: s.estimate, default=None)
+    if best is None:
+        if problem.seeds is None:
+            problem.seeds = seeds(problem)
+        for seed in [None, *problem.seeds]:
+            domain.only = seed
+            best = beam(domain, 1, statistics, best)
+        domain.only = None
+        best = beam(domain, WIDTH, statistics, best)
+    unproven = statistics.unproven
+    best = search(domain, statistics, best, budget, _tolerance(problem) if tolerance is None else tolerance)
+    if found and statistics.unproven > unproven:
+        best = beam(domain, WIDTH, statistics, best)
+    if best is not None:
+        problem.programs[:] = [moves_of(best), *problem.programs[: REMEMBERED - 1]]
+    return best
 
 
 def _tolerance(problem: Problem) -> float:

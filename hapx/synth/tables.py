@@ -47,7 +47,8 @@ class Values:
     def __init__(self, table: TermTable, shares: Shares):
         self.table, self.shares = table, shares
         self.zero: Vector = (0.0,) * table.kinds
-        self._values: list[Vector] = [tuple(row) for row in table.values(shares).tolist()]
+        self.matrix = table.values(shares)
+        self._values: list[Vector] = [tuple(row) for row in self.matrix.tolist()]
 
     def __getitem__(self, number: int) -> Vector:
         if number < 0:
@@ -143,8 +144,11 @@ class TensorTable:
         key = source, target
         if key not in self._edges:
             after = self.all_placements[target]
-            found = [v for path in paths(self.ref, self.mesh, self.all_placements[source], after, self.rule.forms) for v in self._variants(path[0])]
-            self._edges[key] = tuple(Edge(c, gathers, numbered(self.terms, self.cost.conversion(self.ref, (c,), after))) for c, gathers in found)
+            steps = [path[0] for path in paths(self.ref, self.mesh, self.all_placements[source], after, self.rule.forms)]
+            found = [replace(c, free=True) if free else c for c in steps for free in self.variants(c.source, c.target)]
+            self._edges[key] = tuple(
+                Edge(c, self._gathers(c.source, c.target), numbered(self.terms, self.cost.conversion(self.ref, (c,), after))) for c in found
+            )
         return self._edges[key]
 
     def conversion(self, source: int, target: int, path: tuple[Communication, ...]) -> Conversion:
@@ -177,17 +181,20 @@ class TensorTable:
         self.codes = [tuple(number[a][p.states[a]] for a in axes) for p in self.all_placements]
         self.at_code = {code: i for i, code in enumerate(self.codes)}
 
-    def _variants(self, step: Communication) -> tuple[tuple[Communication, bool], ...]:
-        """A parameter gathered for use is kept for backward, or freed and gathered again. "as-used": a parameter is never gathered, and never
-        stored whole for a use in shards; only gradients are synchronised."""
+    def variants(self, source: State, target: State) -> tuple[bool, ...]:
+        """Whether what is gathered is freed: the allowed choices, none where there is no such conversion. A parameter gathered for use is kept for
+        backward, or freed and gathered again. "as-used": a parameter is never gathered, and never stored whole for a use in shards; only gradients
+        are synchronised."""
         if self.parameter and self.rule.storage == "as-used":
-            return ((step, False),) if isinstance(step.source, Invariant) and isinstance(step.target, Replicated) else ()
-        if not self.parameter or not self.training or forward_collective(step.source, step.target) != "all_gather":
-            return ((step, False),)
-        freed = replace(step, free=True)
-        if self.rule.storage == "sharded-keep":
-            return ((step, True),)
-        return ((freed, True),) if self.rule.storage == "sharded-free" else ((step, True), (freed, True))
+            return (False,) if isinstance(source, Invariant) and isinstance(target, Replicated) else ()
+        if not self.parameter or not self.training or forward_collective(source, target) != "all_gather" or self.rule.storage == "sharded-keep":
+            return (False,)
+        return (True,) if self.rule.storage == "sharded-free" else (False, True)
+
+    def _gathers(self, source: State, target: State) -> bool:
+        """Whether a conversion gathers a parameter."""
+        free_to_choose = self.parameter and self.training and self.rule.storage != "as-used"
+        return free_to_choose and forward_collective(source, target) == "all_gather"
 
 
 def shards(placement: Placement) -> int:

@@ -13,7 +13,7 @@ from hapx.cost.terms import Term
 from hapx.plan import Communication, Instruction, Program, ProgramKey, Triple
 from hapx.states import REPLICATED, Placement, Property
 from hapx.synth.astar import Statistics
-from hapx.synth.domain import State
+from hapx.synth.domain import State, moves_of
 from hapx.synth.effect import Vector
 from hapx.synth.moves import Move
 from hapx.synth.problem import Problem, sources
@@ -23,7 +23,8 @@ from hapx.synth.tables import TensorTable
 @dataclass(frozen=True)
 class Solution:
     """`steps`: what each instruction costs, in program order; `storage`: bytes of every parameter and buffer as stored; `cost`: seconds;
-    `memory`: bytes per kind. `prices`: of memory, seconds per byte and kind, at which the program was found (None: memory did not bind)."""
+    `memory`: bytes per kind. `choices`: equal for equal programs of a problem. `prices`: of memory, seconds per byte and kind, at which the program
+    was found (None: memory did not bind)."""
 
     program: Program
     storage_of: Mapping[str, Placement]
@@ -32,23 +33,21 @@ class Solution:
     cost: float
     memory: Vector
     statistics: Statistics
+    choices: tuple[int, ...]
     prices: Vector | None = None
 
 
 def solution(problem: Problem, last: State, cost: float, key: ProgramKey, statistics: Statistics, prices: Vector | None = None) -> Solution:
     """The program of a complete state."""
-    moves: list[Move] = []
-    state: State | None = last
-    while state is not None:
-        if state.move is not None:
-            moves.append(state.move)
-        state = state.parent
     writer = _Writer(problem)
-    for level, move in enumerate(reversed(moves)):
+    choices: list[int] = []
+    for level, move in enumerate(moves_of(last)):
         writer.step(level, move)
+        # tables keep what a use is made of, so its identity stays its own
+        choices += [move.choice.index, *(id(part) for use in move.uses for part in (use.kept, use.conversion))]
     program = Program(key, problem.theory.mesh, tuple(writer.instructions), writer.needs(), tuple(writer.gives))
     storage_of = dict(writer.storage)
-    return Solution(program, storage_of, tuple(writer.steps), tuple(writer.kept), cost, last.memory, statistics, prices)
+    return Solution(program, storage_of, tuple(writer.steps), tuple(writer.kept), cost, last.memory, statistics, tuple(choices), prices)
 
 
 class _Writer:

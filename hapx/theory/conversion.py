@@ -26,14 +26,21 @@ def paths(ref: TensorRef, mesh: Mesh, source: Placement, target: Placement, form
     `((),)` if nothing changes; `()` if there is no path."""
     if source == target:
         return ((),)
+    return _paths(ref.requires_grad, mesh, source, target, forms) if _may_convert(ref, source, target) else ()
+
+
+def may_change(ref: TensorRef, source: Placement, target: Placement, axis: int) -> bool:
+    """Whether one communication along `axis`, the only one on which they differ, leads from source to target."""
+    return _may_convert(ref, source, target) and (len(source.states) == 1 or _legal(source, target, axis))
+
+
+def _may_convert(ref: TensorRef, source: Placement, target: Placement) -> bool:
     if source.nest != target.nest:  # steps change states only
-        return ()
+        return False
     if ref.mutated:  # a converted copy would be written, not the buffer
-        return ()
+        return False
     # integers and booleans are Partial only where an operator sums; a conversion does not make them so
-    if ref.dtype not in FLOATING and any(isinstance(t, Partial) and t != s for s, t in zip(source.states, target.states, strict=True)):
-        return ()
-    return _paths(ref.requires_grad, mesh, source, target, forms)
+    return ref.dtype in FLOATING or not any(isinstance(t, Partial) and t != s for s, t in zip(source.states, target.states, strict=True))
 
 
 @cache
@@ -135,16 +142,14 @@ def free(ref: TensorRef, source: Placement, target: Placement) -> bool:
     """Whether `target` follows from `source` without communication in either direction."""
     if source == target:
         return True
-    if source.nest != target.nest:
-        return False
-    if ref.mutated:
-        return False
-    if ref.dtype not in FLOATING and any(isinstance(t, Partial) and t != s for s, t in zip(source.states, target.states, strict=True)):
-        return False
-    return all(
-        s == t or (forward_collective(s, t) is None and (not ref.requires_grad or backward_collective(s, t) is None))
-        for s, t in zip(source.states, target.states, strict=True)
-    ) and _some_order(source, target)
+    return (
+        _may_convert(ref, source, target)
+        and all(
+            s == t or (forward_collective(s, t) is None and (not ref.requires_grad or backward_collective(s, t) is None))
+            for s, t in zip(source.states, target.states, strict=True)
+        )
+        and _some_order(source, target)
+    )
 
 
 @cache

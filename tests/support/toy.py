@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from hapx.cost.edges import Edge
 from hapx.cost.model import CommunicationCost, StepCost
-from hapx.cost.terms import Piece, Term
+from hapx.cost.terms import Piece, Shares, Term
 from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef
 from hapx.layout import compatible
 from hapx.plan import Axis, Communication, Mesh, Triple
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Property, Sharded, State
+from hapx.theory.conversion import paths
 from hapx.theory.triple import Theory
 from hapx.transposes import backward_collective, forward_collective
 
@@ -88,6 +90,9 @@ class ToyCosts:
                 costs.append(CommunicationCost("backward", self.term(what + "again", 0.4, cuts), cutting))
         return StepCost(None, None, tuple(costs), kept)
 
+    def edge_prices(self, edges: Sequence[Edge], forms: frozenset[str]) -> ToyPrices:
+        return ToyPrices(self, edges, forms)
+
     def held(self, ref: TensorRef, target: Placement) -> Term | None:
         """Only parameters are kept by conversions here."""
         return None
@@ -99,6 +104,27 @@ class ToyCosts:
 
     def update(self, ref: TensorRef, placement: Placement) -> Term:
         return Term(tuple(p.scaled([0.1] * len(self.kinds)) for p in self.storage(ref, placement).pieces))
+
+
+@dataclass(frozen=True)
+class ToyPrices:
+    """What `hapx.cost.edges.EdgePrices` does, one edge after another."""
+
+    costs: ToyCosts
+    edges: Sequence[Edge]
+    forms: frozenset[str]
+
+    def at(self, shares: Shares, weights: np.ndarray) -> np.ndarray:
+        return np.array([self._least(edge, shares, weights) for edge in self.edges]).reshape(len(self.edges), len(weights))
+
+    def _least(self, edge: Edge, shares: Shares, weights: np.ndarray) -> np.ndarray:
+        steps = [path[0] for path in paths(edge.ref, self.costs.mesh, edge.before, edge.after, self.forms)]
+        found = []
+        for step in (replace(c, free=free) for c in steps for free in edge.free):
+            costs = self.costs.conversion(edge.ref, (step,), edge.after).communication
+            values = [(c.term.at(shares), c.cuts or c.direction == "synchronise") for c in costs]
+            found.append(sum((np.full(len(weights), v.max()) if joins else weights @ v for v, joins in values), np.zeros(len(weights))))
+        return np.min(found, axis=0)
 
 
 def random_theory(seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, parameters: int = 2, states: int = 2) -> Theory:

@@ -1,0 +1,133 @@
+"""The price of many communications at once, for bounds.
+
+In: *edges*: a tensor, one axis, the placements before and after. Out: at given shares and weights over device kinds, weighted seconds of each. What
+does not depend on shares (which collective runs, on how many bytes) is laid out in arrays once; at given shares a few array operations price all.
+
+A weighted price replaces the maximum over kinds by a weighted sum, but for what synchronises all kinds whatever is pending, which stays a maximum.
+Invariant: the price of an edge is that of the cheapest allowed form and variant, as `CostModel.conversion` prices each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hapx.cost.terms import Shares
+from hapx.ir import TensorRef
+from hapx.plan import Form
+from hapx.states import REPLICATED, Placement, Sharded
+
+if TYPE_CHECKING:
+    from hapx.cost.model import CostModel
+
+Array = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+FORMS = (Form.PADDED, Form.GROUPED, Form.POINT_TO_POINT)
+
+
+class Edge(NamedTuple):
+    """A tensor whose placements `before` and `after` differ on `axis` only. free: the variants that are allowed (see `Communication.free`)."""
+
+    ref: TensorRef
+    axis: int
+    before: Placement
+    after: Placement
+    free: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Edges along one axis that run one collective: their numbers; numbers of fractions of the tensor (see `AxisLinks.pieces`); bytes; part of a
+    message's latency that counts; how often it runs; whether all kinds wait for it; whether every form is alike."""
+
+    axis: int
+    collective: str
+    edges: Numbers
+    first: Numbers
+    second: Numbers
+    bytes: Array
+    latency: Array
+    times: Array
+    joins: Mask
+    even: Mask
+
+
+class EdgePrices:
+    """Prices of `edges` by a cost model. forms: those that are allowed."""
+
+    def __init__(self, costs: CostModel, edges: Sequence[Edge], forms: frozenset[str]):
+        self.costs, self.count = costs, len(edges)
+        self.forms = [f for f in FORMS if f.value in forms]
+        fractions: dict[Placement, int] = {}
+        rows: dict[tuple[int, str], list[tuple[Any, ...]]] = {}
+        for number, edge in enumerate(edges):
+            self._row(number, edge, fractions, rows)
+        self.parts = [_part(axis, name, found) for (axis, name), found in rows.items()]
+        self._affine(list(fractions))
+
+    def at(self, shares: Shares, weights: Array) -> Array:
+        """(edge, weights) -> weighted seconds."""
+        at = np.zeros((len(self._cuts) + 1, self._const.shape[1]))
+        for i, cut in enumerate(self._cuts):
+            at[i] = shares[cut]
+        fractions = self._const + self._slope * at[self._cut]
+        prices = np.zeros((self.count, len(weights)))
+        for part in self.parts:
+            first, second = fractions[part.first] * part.bytes[:, None], fractions[part.second] * part.bytes[:, None]
+            prices[part.edges] = self._priced(part, first, second, weights)
+        return prices
+
+    def _priced(self, part: Part, first: Array, second: Array, weights: Array) -> Array:
+        links, found = self.costs.links[part.axis], []
+        for form in self.forms if part.collective == "all_gather" else [Form.PADDED]:
+            values = [np.array(a) * first + np.array(b) * second + np.outer(part.latency, c) for a, b, c in links.pieces(part.collective, form)]
+            if not values:
+                return np.zeros((len(part.edges), len(weights)))
+            value = np.maximum.reduce(values)
+            found.append(np.where(part.joins[:, None], value.max(axis=1, keepdims=True), value @ weights.T))
+        best: Array = np.where(part.even[:, None], found[0], np.minimum.reduce(found)) * part.times[:, None]
+        return best
+
+    def _row(self, number: int, edge: Edge, fractions: dict[Placement, int], rows: dict[tuple[int, str], list[tuple[Any, ...]]]) -> None:
+        """What an edge needs to be priced, added to `rows`; nothing where nothing moves."""
+        ref, axis, before, after, _ = edge
+        source, target = before.states[axis], after.states[axis]
+        runs = min((self.costs.collectives(ref, source, target, free) for free in edge.free), key=len)
+        if not runs:
+            return
+
+        def fraction(placement: Placement) -> int:
+            return fractions.setdefault(placement, len(fractions))
+
+        synchronises, name = runs[0][0] == "synchronise", runs[0][1]
+        whole = fraction(after.with_state(axis, REPLICATED) if isinstance(target, Sharded) else after)
+        first, second = whole, whole
+        if name == "all_gather":
+            first = fraction(before if isinstance(source, Sharded) else after)
+        elif name == "all_to_all":
+            first, second = fraction(before), fraction(after)
+        even = all(s.cut.row.kind == "even" for s in (source, target) if isinstance(s, Sharded))
+        latency = self.costs.part_of_bucket(ref) if synchronises else 1.0
+        row = (number, first, second, float(ref.bytes), latency, float(len(runs)), synchronises or self.costs.links[axis].cuts, even)
+        rows.setdefault((axis, name), []).append(row)
+
+    def _affine(self, fractions: Sequence[Placement]) -> None:
+        """The fractions as affine functions of the shares."""
+        pieces = [self.costs.view.fraction(p) for p in fractions]
+        assert all(len(piece.slopes) < 2 for piece in pieces), "a fraction depends on one cut"
+        self._cuts = list(dict.fromkeys(cut for piece in pieces for cut, _ in piece.slopes))
+        place, kinds = {cut: i for i, cut in enumerate(self._cuts)}, len(self.costs.kinds)
+        self._const = np.array([piece.const for piece in pieces]).reshape(-1, kinds)
+        self._slope = np.array([piece.slopes[0][1] if piece.slopes else (0.0,) * kinds for piece in pieces]).reshape(-1, kinds)
+        self._cut = np.array([place[piece.slopes[0][0]] if piece.slopes else len(self._cuts) for piece in pieces], dtype=np.int64)
+
+
+def _part(axis: int, name: str, rows: list[tuple[Any, ...]]) -> Part:
+    number, first, second, size, latency, times, joins, even = (np.array(column) for column in zip(*rows, strict=True))
+    return Part(axis, name, number, first, second, size, latency, times, joins, even)

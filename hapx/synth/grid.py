@@ -1,0 +1,156 @@
+"""The prices of all conversions and choices of a problem at once, for bounds.
+
+In: a problem, shares, and weights over device kinds. Out: arrays of weighted seconds (`hapx.cost.edges`). What does not depend on shares is laid out
+once per problem: the edges between placements, the paths that they make, the terms of every choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+
+from hapx.cost.edges import Array, Edge, Mask, Numbers
+from hapx.synth.problem import Problem, StepClass
+from hapx.synth.tables import StepTerms, TensorTable, Values
+from hapx.theory.conversion import may_change, storages
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Edges of a table: source, target and number along each axis; and for each order of the axes, where paths are after each (-1: there is none)."""
+
+    edges: tuple[tuple[Numbers, Numbers, Numbers], ...]
+    turns: tuple[tuple[tuple[int, ...], tuple[Numbers, ...]], ...]
+
+
+class Grid:
+    """What of the prices of a problem does not depend on shares."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        tables = list({id(t): t for t in problem.tables.values()}.values())
+        edges: list[Edge] = []
+        self.paths = {id(table): self._paths(table, edges) for table in tables}
+        self.edges = problem.costs.edge_prices(edges, problem.restriction.forms)
+        self._allowed: dict[int, Mask] = {}
+        self._layouts: dict[int, Layout] = {}  # by id of a class or a table, both kept by the problem
+
+    # -- conversions ------------------------------------------------------------------------------------------------------------------------------
+
+    def direct(self, table: TensorTable, prices: Array) -> Array:
+        """(source, target, weights) -> the least weighted seconds over the orders of the axes; inf where there is no path."""
+        paths, n, size, w = self.paths[id(table)], len(table.placements), len(table.all_placements), prices.shape[1]
+        step = np.full((len(paths.edges), size, size, w), np.inf)
+        for axis, (sources, targets, numbers) in enumerate(paths.edges):
+            step[axis, sources, targets] = prices[numbers]
+            step[axis, range(size), range(size)] = 0.0
+        if len(paths.edges) == 1:  # nothing lies between
+            return step[0]  # type: ignore[no-any-return]
+        best = np.full((n, n, w), np.inf)
+        start = np.repeat(np.arange(n)[:, None], n, axis=1)
+        for order, turns in paths.turns:
+            at, cost, possible = start, np.zeros((n, n, w)), np.ones((n, n), dtype=bool)
+            for axis, after in zip(order, turns, strict=True):
+                possible &= after >= 0
+                cost += step[axis, at, after]
+                at = after
+            best = np.minimum(best, np.where(possible[..., None], cost, np.inf))
+        return best
+
+    def _paths(self, table: TensorTable, every: list[Edge]) -> Paths:
+        codes, axes = np.array(table.codes), range(len(self.problem.theory.mesh.axes))
+        edges = []
+        for axis in axes:
+            found = []
+            for p, q in self._neighbours(table, axis):
+                before, after = table.all_placements[p], table.all_placements[q]
+                variants = table.variants(before.states[axis], after.states[axis])
+                if variants and may_change(table.ref, before, after, axis):
+                    found.append((p, q, len(every)))
+                    every.append(Edge(table.ref, axis, before, after, variants))
+            made = np.array(found, dtype=np.int64).reshape(-1, 3).T
+            edges.append((made[0], made[1], made[2]))
+        if len(axes) == 1:
+            return Paths(tuple(edges), ())
+        lookup = np.full(codes.max(axis=0) + 2, -1)
+        lookup[tuple(codes.T)] = np.arange(len(codes))
+        n, turns = len(table.placements), []
+        for order in permutations(axes):
+            at, path = np.repeat(codes[:n, None], n, axis=1), []
+            for axis in order:
+                at = at.copy()
+                at[:, :, axis] = codes[None, :n, axis]
+                path.append(lookup[tuple(np.moveaxis(at, 2, 0))])
+            turns.append((order, tuple(path)))
+        return Paths(tuple(edges), tuple(turns))
+
+    def _neighbours(self, table: TensorTable, axis: int) -> Iterator[tuple[int, int]]:
+        """Pairs of placements that differ on one axis only."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for p, code in enumerate(table.codes):
+            groups.setdefault(code[:axis] + code[axis + 1 :], []).append(p)
+        for group in groups.values():
+            yield from permutations(group, 2)
+
+    # -- choices ----------------------------------------------------------------------------------------------------------------------------------
+
+    def of_class(self, kind: StepClass) -> Layout:
+        """The terms of the choices of a class."""
+        if id(kind) not in self._layouts:
+            self._layouts[id(kind)] = layout([c.step for c in kind.choices])
+        return self._layouts[id(kind)]
+
+    def of_stored(self, table: TensorTable) -> Layout:
+        """The terms of the placements in which a parameter may be stored."""
+        if id(table) not in self._layouts:
+            self._layouts[id(table)] = layout([k.step for k in table.stored])
+        return self._layouts[id(table)]
+
+    def kept(self, table: TensorTable) -> Mask:
+        """(kept, target) -> whether a parameter whose only use is in `target` may be stored like that."""
+        if id(table) not in self._allowed:
+            options = tuple(table.placements[k.placement] for k in table.stored)
+            allowed = [storages(options, target) for target in table.placements]
+            self._allowed[id(table)] = np.array([[option in fitting for fitting in allowed] for option in options]).reshape(len(options), -1)
+        return self._allowed[id(table)]
+
+
+class Prices:
+    """Weighted seconds of terms and choices at the shares of `values`. capacity, prices: as in `hapx.synth.moves.Moves`."""
+
+    def __init__(self, values: Values, weights: Array, capacity: tuple[float, ...] | None, prices: tuple[float, ...] | None):
+        matrix = np.vstack([values.matrix, np.zeros((1, weights.shape[1]))])  # -1: nothing
+        self.weighted, self.worst = matrix @ weights.T, matrix.max(axis=1, keepdims=True)
+        self.zero = np.zeros_like(self.weighted[-1])
+        self.capacity = (matrix / capacity) @ weights.T if capacity is not None else None
+        self.memory = matrix @ np.array(prices) if prices is not None else None
+
+    def steps(self, layout: Layout) -> Array:
+        """(step, weights) -> weighted seconds."""
+        if self.capacity is not None:
+            return self.capacity[layout.memory]
+        total = self.weighted[layout.forward] + self.weighted[layout.backward]
+        for at, term, joins in layout.communication:
+            np.add.at(total, at, np.where(joins[:, None], self.worst[term], self.weighted[term]))
+        return total if self.memory is None else total + self.memory[layout.memory][:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Numbers of the terms of several steps. communication: (step, term, whether all kinds wait)."""
+
+    forward: Numbers
+    backward: Numbers
+    memory: Numbers
+    communication: tuple[tuple[Numbers, Numbers, Mask], ...]
+
+
+def layout(steps: Sequence[StepTerms]) -> Layout:
+    """Of steps in terms."""
+    events = [(i, term, cuts or direction == "synchronise") for i, step in enumerate(steps) for direction, term, cuts in step.communication]
+    columns = tuple(np.array(column) for column in zip(*events, strict=True))
+    forward, backward, memory = (np.array([getattr(s, name) for s in steps], dtype=np.int64) for name in ("forward", "backward", "memory"))
+    return Layout(forward, backward, memory, ((columns[0], columns[1], columns[2]),) if events else ())

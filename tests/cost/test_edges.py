@@ -1,0 +1,56 @@
+"""Prices of many communications at once, against the price of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+
+from hapx.cost.edges import Edge
+from hapx.cost.model import CostModel
+from hapx.ir import Kind, TensorRef
+from hapx.layout import compatible
+from hapx.plan import Axis, Mesh
+from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Sharded, State
+from hapx.theory.conversion import may_change, paths
+from support.clusters import TWO_MACHINES
+from support.theories import described, mlp
+
+FLAT = Mesh("flat", (Axis("devices", 4, "devices"),), (0, 1, 2, 3), 0)
+SQUARE = Mesh("2x2", (Axis("machines", 2, "machines"), Axis("devices", 2, "devices")), (0, 1, 2, 3), 0)
+
+
+def every_placement(mesh: Mesh) -> list[Placement]:
+    per_axis: list[list[State]] = []
+    for axis in range(len(mesh.axes)):
+        cut = [Sharded(dim, 1, 1, Cut(mesh.row(axis), units)) for dim, units in ((0, 12), (1, 7))]
+        per_axis.append([REPLICATED, INVARIANT, PARTIAL, *cut])
+    return [Placement(states) for states in product(*per_axis) if compatible(states)]
+
+
+@pytest.mark.parametrize("mesh", [FLAT, SQUARE], ids=["flat", "2x2"])
+@pytest.mark.parametrize("kind", [Kind.VALUE, Kind.PARAMETER])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("forms", [("padded", "grouped", "point_to_point"), ("grouped",)], ids=["all", "grouped"])
+def test_the_price_of_an_edge_is_that_of_its_cheapest_form(mesh: Mesh, kind: Kind, mode: str, forms: tuple[str, ...]) -> None:
+    costs = CostModel(described(mlp(), mesh), TWO_MACHINES, "fp32", "adamw", mode)  # type: ignore[arg-type]
+    ref = TensorRef("t", (12, 7), "float32", kind, True)
+    edges = []
+    for before, after in permutations(every_placement(mesh), 2):
+        axes = [a for a, (s, t) in enumerate(zip(before.states, after.states, strict=True)) if s != t]
+        if len(axes) == 1 and may_change(ref, before, after, axes[0]):
+            edges.append(Edge(ref, axes[0], before, after, (False, True) if kind is Kind.PARAMETER and mode == "train" else (False,)))
+    cuts = {s.cut for e in edges for p in (e.before, e.after) for s in p.states if isinstance(s, Sharded) and s.cut.row.kind != "even"}
+    shares = {cut: np.array([0.3 + 0.01 * i, 0.2 - 0.01 * i]) for i, cut in enumerate(sorted(cuts, key=str))}
+    weights = np.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
+    prices = costs.edge_prices(edges, frozenset(forms)).at(shares, weights)
+    for edge, price in zip(edges, prices, strict=True):
+        found = []
+        for path, free in product(paths(ref, mesh, edge.before, edge.after, frozenset(forms)), edge.free):
+            runs = costs.conversion(ref, (replace(path[0], free=free),), edge.after).communication
+            values = [(c.term.at(shares), c.cuts or c.direction == "synchronise") for c in runs]
+            found.append(sum((np.full(3, v.max()) if joins else weights @ v for v, joins in values), np.zeros(3)))
+        assert price == pytest.approx(np.min(found, axis=0), rel=1e-12), edge
+    assert len(edges) > 15
