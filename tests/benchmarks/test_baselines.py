@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from benchmarks.gradients import server_seconds
 from benchmarks.handwritten import write
 from benchmarks.paper import DP_EVEN as NAMED
 from benchmarks.paper import HAPX, HOMOGENEOUS, PAPER, Case, Result, headline, main, slower, verdict
+from benchmarks.paper_page import write_page
 from hapx.cluster.spec import ClusterSpec
 from hapx.errors import PlanError
 from hapx.graph.capture import capture
@@ -130,3 +132,15 @@ def test_unknown_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--models", "VGG20"])
     assert stopped.value.code == 2
     assert "no case VGG20" in capsys.readouterr().err
+
+
+def test_the_page_has_every_number_and_its_plots(tmp_path: Path) -> None:
+    results = [result(HAPX, 1.0), result(NAMED, 2.5), result("ZeRO, even", 0.5, fits=False)]
+    results += [replace(result("without SFB", 1.25), kind="ablation"), result(HAPX, 0.5, cluster=HOMOGENEOUS)]
+    write_page(tmp_path / "page.md", results, verdict(results)[0], "python -m benchmarks.paper")
+    page = (tmp_path / "page.md").read_text()
+    assert "| VGG19 on 8 (paper) | 1000 | 2500 (2.50) | [500 (0.50), 1 GiB] | 1250 (1.25) |" in page
+    assert "2.50x" in page
+    for plot in ("page-throughput.svg", "page-ablation.svg"):
+        assert f"({plot})" in page
+        assert (tmp_path / plot).read_text().startswith("<?xml")
