@@ -149,13 +149,15 @@ def _without_collections() -> Iterator[None]:
 def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None) -> list[Candidate]:
     found: list[Candidate] = []
     failures: list[HapError] = []
+    alternations: dict[str, _Alternation] = {}
     for mesh in views(setting.cluster, setting.rule) if meshes is None else meshes:
         began = time.perf_counter()
         theory = derive(setting.graph, mesh)
         counters.theory_time += time.perf_counter() - began
         began = time.perf_counter()
         try:
-            found += _Alternation(setting, theory, counters).candidates(min((c.cost for c in found), default=float("inf")))
+            alternation = alternations[mesh.name] = _Alternation(setting, theory, counters)
+            found += alternation.candidates(min((c.cost for c in found), default=float("inf")))
         except (InsufficientMemoryError, PlanError) as failure:
             failures.append(failure)
         counters.search_time += time.perf_counter() - began
@@ -163,6 +165,11 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
     ranked = _ranked(setting, found, counters)
+    began = time.perf_counter()
+    more = alternations[ranked[0].mesh.name].further()
+    counters.search_time += time.perf_counter() - began
+    if more:
+        ranked = _ranked(setting, [*found, *more], counters)
     counters.search.gap = ranked[0].gap
     return ranked
 
@@ -211,6 +218,19 @@ class _Alternation:
             assert failure is not None
             raise failure
         return list(self.found.values())
+
+    def further(self) -> list[Candidate]:
+        """Candidates from even shares, where `_starts` left them out because a search on several axes costs more. For the best view only."""
+        even = np.full(len(self.sizes), 1.0 / sum(self.sizes))
+        given = self.setting.rule.ratios != "balanced" or self.setting.start is not None or not self.rows
+        if given or len(self.theory.mesh.axes) == 1 or np.allclose(even, self.costs.speeds):
+            return []
+        known = set(self.found)
+        try:
+            self._alternate(dict.fromkeys(self.rows, even), float("inf"))
+        except InsufficientMemoryError:
+            return []
+        return [candidate for key, candidate in self.found.items() if key not in known]
 
     def _starts(self) -> list[dict[Row, Vector]]:
         n = sum(self.sizes)
