@@ -67,7 +67,6 @@ def test_balanced_is_not_slower_than_its_baselines(view):
     ratios = ("balanced", "even", "speed")
     balanced, *others = (plan_graphs([mlp()], on, strategy=Restriction(mesh=view, ratios=r)) for r in ratios)
     assert balanced.iteration_time <= min(p.iteration_time for p in others) * (1 + 1e-9)
-    assert balanced.statistics["alternations"] > others[0].statistics["alternations"] + others[1].statistics["alternations"] - 1
 
 
 def test_explicit_ratios_are_used():
