@@ -11,6 +11,7 @@ simulator at integer lengths (`hapx.simulate`), none by the planner's additive c
 proportional shares) is fastest and fits into memory.
 
 Exit status 1 if hapx is slower than any other system that fits by more than 0.1 %, or nowhere 2.41 times as fast as dp-even (the paper's headline).
+Time alone counts for the latter: data parallelism of large mixtures does not fit into these devices. What is reached where it fits is printed too.
 """
 
 from __future__ import annotations
