@@ -44,7 +44,7 @@ class Edge(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Part:
     """Edges along one axis that run one collective: their numbers; numbers of fractions of the tensor (see `AxisLinks.pieces`); bytes; part of a
-    message's latency that counts; how often it runs; whether all kinds wait for it; whether every form is alike."""
+    message's latency that counts; how often it runs forward and backward; whether all kinds wait for it; whether every form is alike."""
 
     axis: int
     collective: str
@@ -53,7 +53,8 @@ class Part:
     second: Numbers
     bytes: Array
     latency: Array
-    times: Array
+    forward: Array
+    backward: Array
     joins: Mask
     even: Mask
 
@@ -71,27 +72,29 @@ class EdgePrices:
         self.parts = [_part(axis, name, found) for (axis, name), found in rows.items()]
         self._affine(list(fractions))
 
-    def at(self, shares: Shares, weights: Array) -> Array:
-        """(edge, weights) -> weighted seconds."""
+    def at(self, shares: Shares, forward: Array, backward: Array) -> Array:
+        """(edge, weights) -> weighted seconds; the weights of what runs forward, and backward: weights x kinds."""
         at = np.zeros((len(self._cuts) + 1, self._const.shape[1]))
         for i, cut in enumerate(self._cuts):
             at[i] = shares[cut]
         fractions = self._const + self._slope * at[self._cut]
-        prices = np.zeros((self.count, len(weights)))
+        prices = np.zeros((self.count, len(forward)))
         for part in self.parts:
             first, second = fractions[part.first] * part.bytes[:, None], fractions[part.second] * part.bytes[:, None]
-            prices[part.edges] = self._priced(part, first, second, weights)
+            prices[part.edges] = self._priced(part, first, second, forward, backward)
         return prices
 
-    def _priced(self, part: Part, first: Array, second: Array, weights: Array) -> Array:
+    def _priced(self, part: Part, first: Array, second: Array, forward: Array, backward: Array) -> Array:
         links, found = self.costs.links[part.axis], []
         for form in self.forms if part.collective == "all_gather" else [Form.PADDED]:
             values = [np.array(a) * first + np.array(b) * second + np.outer(part.latency, c) for a, b, c in links.pieces(part.collective, form)]
             if not values:
-                return np.zeros((len(part.edges), len(weights)))
+                return np.zeros((len(part.edges), len(forward)))
             value = np.maximum.reduce(values)
-            found.append(np.where(part.joins[:, None], value.max(axis=1, keepdims=True), value @ weights.T))
-        best: Array = np.where(part.even[:, None], found[0], np.minimum.reduce(found)) * part.times[:, None]
+            apart = value @ forward.T * part.forward[:, None] + value @ backward.T * part.backward[:, None]
+            together = value.max(axis=1, keepdims=True) * (part.forward + part.backward)[:, None]
+            found.append(np.where(part.joins[:, None], together, apart))
+        best: Array = np.where(part.even[:, None], found[0], np.minimum.reduce(found))
         return best
 
     def _row(self, number: int, edge: Edge, fractions: dict[Placement, int], rows: dict[tuple[int, str], list[tuple[Any, ...]]]) -> None:
@@ -114,7 +117,8 @@ class EdgePrices:
             first, second = fraction(before), fraction(after)
         even = all(s.cut.row.kind == "even" for s in (source, target) if isinstance(s, Sharded))
         latency = self.costs.part_of_bucket(ref) if synchronises else 1.0
-        row = (number, first, second, float(ref.bytes), latency, float(len(runs)), synchronises or self.costs.links[axis].cuts, even)
+        ahead = float(sum(direction == "forward" for direction, _ in runs))
+        row = (number, first, second, float(ref.bytes), latency, ahead, len(runs) - ahead, synchronises or self.costs.links[axis].cuts, even)
         rows.setdefault((axis, name), []).append(row)
 
     def _affine(self, fractions: Sequence[Placement]) -> None:
@@ -129,5 +133,5 @@ class EdgePrices:
 
 
 def _part(axis: int, name: str, rows: list[tuple[Any, ...]]) -> Part:
-    number, first, second, size, latency, times, joins, even = (np.array(column) for column in zip(*rows, strict=True))
-    return Part(axis, name, number, first, second, size, latency, times, joins, even)
+    number, first, second, size, latency, forward, backward, joins, even = (np.array(column) for column in zip(*rows, strict=True))
+    return Part(axis, name, number, first, second, size, latency, forward, backward, joins, even)

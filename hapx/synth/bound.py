@@ -12,8 +12,6 @@ Invariant: never more than the true cost of the rest.
 
 from __future__ import annotations
 
-from operator import add
-
 import numpy as np
 
 from hapx.synth.effect import Vector
@@ -61,15 +59,15 @@ class Bound:
 
     def estimate(self, cost: float, forward: Vector, backward: Vector, rest: Vector) -> float:
         """Cost plus the bound of the rest with these pending vectors."""
-        pending = tuple(map(add, forward, backward))
-        best: float = max(map(add, pending, rest))  # one unit vector per kind; map stops before the uniform weights
+        best: float = max([forward[i] + backward[j] + r for (i, j), r in zip(self.relaxation.weights.pairs, rest, strict=False)])
         if self.kinds > 1:
-            best = max(best, sum(pending) / self.kinds + rest[-1])
+            best = max(best, (sum(forward) + sum(backward)) / self.kinds + rest[-1])
         return cost + best
 
     def choices(self, level: int, place: int, cost: float, forward: Vector, backward: Vector) -> Array:
         """Per choice of a step, a lower bound of the cost of a program that has `cost` and these pending vectors before it."""
-        pending = self.relaxation.weights @ np.array(tuple(map(add, forward, backward)))
+        weights = self.relaxation.weights
+        pending = weights.forward @ np.array(forward) + weights.backward @ np.array(backward)
         total: Array = (self._choice(level, place) + pending).max(axis=1)
         return cost + total
 

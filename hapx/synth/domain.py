@@ -9,7 +9,7 @@ Memory may have *prices* instead (seconds per byte and kind, see `hapx.synth.lim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from math import inf
 from operator import add, le, mul, sub
@@ -18,7 +18,7 @@ import numpy as np
 
 from hapx.cost.terms import Shares
 from hapx.synth.bound import Bound
-from hapx.synth.effect import Effect, Vector, compose, plus
+from hapx.synth.effect import Effect, Vector, compose, plus, repeated
 from hapx.synth.moves import Move, Moves
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
@@ -93,14 +93,28 @@ class Synthesis:
         for choice in chosen.tolist():
             yield from self._follow(state, self._moves(state.level, reads, choice), limit)
 
-    def follow(self, moves: Iterable[Move]) -> State | None:
-        """The complete state that these moves, found at other shares or prices, lead to; None where it does not fit."""
+    def follow(self, last: State) -> State | None:
+        """A program that was found at other shares or prices, at these; None where it does not fit."""
+        chain: list[State] = []
+        old: State | None = last
+        while old is not None:
+            chain.append(old)
+            old = old.parent
         state = self.start()
-        for move in moves:
+        made: list[Effect] = []
+        for old in reversed(chain[:-1]):
             if state is None:
                 break
-            again = self.moves.again(self.problem.steps[state.level].kind, move)
-            state = next(self._follow(state, [(again, self._made(state.level, again))], inf), None)
+            if old.move is not None:
+                move: Move | None = self.moves.again(self.problem.steps[state.level].kind, old.move)
+                assert move is not None
+                effect = move.effect
+                made.append(effect)
+            else:
+                period, times = old.rounds
+                move, effect = None, repeated(reduce(compose, made[-period:]), times)
+                made.append(self.moves.nothing)  # no round reaches back over this
+            state = next(self._reached(state, old.level, old.place, effect, move, old.rounds, inf, bounded=False), None)
         return state
 
     def again(self, state: State, limit: float) -> list[State] | None:
@@ -126,12 +140,7 @@ class Synthesis:
 
     def _leap(self, state: State, made: list[Move], times: int, limit: float) -> list[State]:
         """After `times` rounds of the moves that were made last."""
-        once, effect = reduce(compose, (m.effect for m in made)), None
-        for bit in bin(times)[2:]:  # the effect of all rounds, by squaring
-            effect = compose(effect, effect) if effect is not None else None
-            if bit == "1":
-                effect = compose(effect, once) if effect is not None else once
-        assert effect is not None
+        effect = repeated(reduce(compose, (m.effect for m in made)), times)
         level, place = state.level, state.place
         for _ in range(times):
             level += len(made)
@@ -155,9 +164,9 @@ class Synthesis:
             yield from self._reached(state, state.level + 1, kept | made, move.effect, move, (0, 0), limit)
 
     def _reached(
-        self, state: State, level: int, place: int, effect: Effect, move: Move | None, rounds: tuple[int, int], limit: float
+        self, state: State, level: int, place: int, effect: Effect, move: Move | None, rounds: tuple[int, int], limit: float, bounded: bool = True
     ) -> Iterator[State]:
-        """The state at `level` with `place` after an effect, if it may lead to a program below the limit."""
+        """The state at `level` with `place` after an effect, if it may lead to a program below the limit. bounded: its estimate is wanted."""
         forward, backward, limits = state.forward, state.backward, self.limits
         memory = tuple(map(add, state.memory, effect.memory))
         if limits is not None and not all(map(le, map(add, memory, self._left[level]), limits)):
@@ -176,7 +185,7 @@ class Synthesis:
         if cost >= limit:
             return
         estimate = cost + max(pf) + max(pb)
-        if level < self.depth:
+        if bounded and level < self.depth:
             estimate = max(estimate, self.bound.estimate(cost + self._priced(memory), pf, pb, self.bound.rest(level, place)))
         if estimate < limit:
             yield State(level, place, cost, pf, pb, memory, estimate, state, move, rounds)

@@ -54,6 +54,17 @@ def compose(a: Effect, b: Effect) -> Effect:
     return Effect(const, forward_pre, forward, backward_pre, backward, plus(a.memory, b.memory))
 
 
+def repeated(once: Effect, times: int) -> Effect:
+    """An effect `times` (at least 1) after another, by squaring."""
+    result: Effect | None = None
+    for bit in bin(times)[2:]:
+        result = compose(result, result) if result is not None else None
+        if bit == "1":
+            result = compose(result, once) if result is not None else once
+    assert result is not None, "at least once"
+    return result
+
+
 def _direction(a_pre: Vector | None, a: Vector, b_pre: Vector | None, b: Vector) -> tuple[float, Vector | None, Vector]:
     if b_pre is None:
         return 0.0, a_pre, plus(a, b)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from hapx.cost.edges import Array, Edge, Mask, Numbers
 from hapx.synth.problem import Problem, StepClass
 from hapx.synth.tables import StepTerms, TensorTable, Values
 from hapx.theory.conversion import may_change, storages
+
+FEW = 3  # kinds up to which every pair of them has weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,39 +120,55 @@ class Grid:
         return self._allowed[id(table)]
 
 
+class Weights:
+    """Weights over kinds (weights x kinds) of what runs forward and of what runs backward: every pair of kinds where there are few, else every kind
+    for both; last, all kinds alike."""
+
+    def __init__(self, kinds: int):
+        one = range(kinds)
+        self.pairs = tuple(product(one, one)) if kinds <= FEW else tuple((k, k) for k in one)
+        unit, alike = np.eye(kinds), np.full((1, kinds), 1.0 / kinds)
+        self.forward = np.vstack([unit[[i for i, _ in self.pairs]], alike])
+        self.backward = np.vstack([unit[[j for _, j in self.pairs]], alike])
+
+    def __len__(self) -> int:
+        return len(self.forward)
+
+
 class Prices:
     """Weighted seconds of terms and choices at the shares of `values`. capacity, prices: as in `hapx.synth.moves.Moves`."""
 
-    def __init__(self, values: Values, weights: Array, capacity: tuple[float, ...] | None, prices: tuple[float, ...] | None):
-        matrix = np.vstack([values.matrix, np.zeros((1, weights.shape[1]))])  # -1: nothing
-        self.weighted, self.worst = matrix @ weights.T, matrix.max(axis=1, keepdims=True)
-        self.zero = np.zeros_like(self.weighted[-1])
-        self.capacity = (matrix / capacity) @ weights.T if capacity is not None else None
+    def __init__(self, values: Values, weights: Weights, capacity: tuple[float, ...] | None, prices: tuple[float, ...] | None):
+        matrix = np.vstack([values.matrix, np.zeros((1, values.matrix.shape[1]))])  # -1: nothing
+        self.forward, self.backward, self.worst = matrix @ weights.forward.T, matrix @ weights.backward.T, matrix.max(axis=1, keepdims=True)
+        self.capacity = (matrix / capacity) @ weights.forward.T if capacity is not None else None
         self.memory = matrix @ np.array(prices) if prices is not None else None
 
     def steps(self, layout: Layout) -> Array:
         """(step, weights) -> weighted seconds."""
         if self.capacity is not None:
-            return self.capacity[layout.memory]
-        total = self.weighted[layout.forward] + self.weighted[layout.backward]
-        for at, term, joins in layout.communication:
-            np.add.at(total, at, np.where(joins[:, None], self.worst[term], self.weighted[term]))
+            of_memory: Array = self.capacity[layout.memory]
+            return of_memory
+        total: Array = self.forward[layout.forward] + self.backward[layout.backward]
+        for at, term, joins, ahead in layout.communication:
+            apart = np.where(ahead[:, None], self.forward[term], self.backward[term])
+            np.add.at(total, at, np.where(joins[:, None], self.worst[term], apart))
         return total if self.memory is None else total + self.memory[layout.memory][:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Numbers of the terms of several steps. communication: (step, term, whether all kinds wait)."""
+    """Numbers of the terms of several steps. communication: (step, term, whether all kinds wait, whether it runs forward)."""
 
     forward: Numbers
     backward: Numbers
     memory: Numbers
-    communication: tuple[tuple[Numbers, Numbers, Mask], ...]
+    communication: tuple[tuple[Numbers, Numbers, Mask, Mask], ...]
 
 
 def layout(steps: Sequence[StepTerms]) -> Layout:
     """Of steps in terms."""
-    events = [(i, term, cuts or direction == "synchronise") for i, step in enumerate(steps) for direction, term, cuts in step.communication]
+    events = [(i, t, cuts or way == "synchronise", way == "forward") for i, step in enumerate(steps) for way, t, cuts in step.communication]
     columns = tuple(np.array(column) for column in zip(*events, strict=True))
     forward, backward, memory = (np.array([getattr(s, name) for s in steps], dtype=np.int64) for name in ("forward", "backward", "memory"))
-    return Layout(forward, backward, memory, ((columns[0], columns[1], columns[2]),) if events else ())
+    return Layout(forward, backward, memory, ((columns[0], columns[1], columns[2], columns[3]),) if events else ())

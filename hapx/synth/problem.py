@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hapx.cost.compute import work
-from hapx.cost.memory import converted_again, kept
+from hapx.cost.compute import is_view, work
+from hapx.cost.memory import converted_again, forgotten, kept
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.table import TermTable
 from hapx.errors import PlanError
@@ -112,7 +112,7 @@ class Problem:
     triples: list[list[Triple]]
     classes: list[StepClass] = field(default_factory=list)
     seeds: list[Mapping[int, Any]] | None = None  # see `hapx.synth.seeds`; made when first searched
-    programs: list[Any] = field(default_factory=list)  # moves of programs that searches at other shares found, the last one first
+    programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
     repetition: Any = None  # see `hapx.synth.periods`; made when first searched
     grid: Any = None  # see `hapx.synth.grid`; made when first searched
 
@@ -138,6 +138,9 @@ class _Builder:
         self.by_object: dict[int, int] = {}
         self.placements: list[Placement] = []
         self.triples = [self._filter(i, ts) for i, ts in enumerate(theory.triples)]
+        self.alike = self._alike()
+        self.forgotten = forgotten(self.graph) if theory.alike and self.graph.mode == "train" else frozenset()
+        self.known: dict[Any, StepClass] = {}
         self.stored = {name: self._stored(name) for name in theory.stored}
         self.classes: dict[Any, StepClass] = {}
 
@@ -149,6 +152,16 @@ class _Builder:
         cuts = frozenset(s.cut for p in self.placements for s in p.states if isinstance(s, Sharded) and s.cut.row.kind != "even")
         return Problem(self.theory, self.costs, self.rule, self.tables, self.terms, steps, len(self.graph.nodes), start, unused, cuts,
                        self.triples, list(self.classes.values()))  # fmt: skip
+
+    def _alike(self) -> list[int]:
+        """A number per node, equal where the theory says that nodes are alike and the same triples are left (equal placements are one object)."""
+        numbers: dict[Any, int] = {}
+        found = []
+        for k, triples in enumerate(self.triples):
+            left = tuple([id(p.placement) for t in triples for p in (*t.pre, *t.post)])
+            key = (self.theory.alike[k], left) if self.theory.alike else (-1, k)
+            found.append(numbers.setdefault(key, len(numbers)))
+        return found
 
     # -- what the restriction leaves -------------------------------------------------------------------------------------------------------------
 
@@ -217,16 +230,20 @@ class _Builder:
 
     def _tables(self) -> dict[str, TensorTable]:
         whole = Placement((REPLICATED,) * len(self.theory.mesh.axes))
-        found: dict[str, dict[int, None]] = {}
-        for triples in self.triples:
-            for triple in triples:
-                for p in triple.pre + triple.post:
-                    found.setdefault(p.tensor, {})[self._id(p.placement)] = None
+        found: dict[str, set[int]] = {}
+        seen: dict[int, list[set[int]]] = {}  # by alike nodes, the placements at each place of a triple
+        for k, triples in enumerate(self.triples):
+            number = self.alike[k]
+            if number not in seen:
+                places = zip(*([self._id(p.placement) for p in t.pre + t.post] for t in triples), strict=True)
+                seen[number] = list(map(set, places))
+            for p, ids in zip(triples[0].pre + triples[0].post, seen[number], strict=True):
+                found.setdefault(p.tensor, set()).update(ids)
         extra = [*self.stored.items(), *self.theory.outputs.items()]
         extra += [(r.name, (whole,)) for r in sources(self.graph)]
         for name, placements in extra:
             for placement in placements:
-                found.setdefault(name, {})[self._id(placement)] = None
+                found.setdefault(name, set()).add(self._id(placement))
         shared: dict[Any, TensorTable] = {}
         return {name: self._table(name, tuple(sorted(ids)), shared) for name, ids in found.items()}
 
@@ -270,13 +287,29 @@ class _Builder:
         outputs = tuple(o.name for o in node.outputs)
         slots = self._slots(k, tensors)
         results = tuple(Result(self.tables[name], name in self.last) for name in outputs)
+        occurrences = tuple(tensors.index(p.tensor) for p in triples[0].pre)
+        quick = (self.alike[k], occurrences, _keys(slots), tuple((id(r.table), r.live) for r in results), *self._circumstances(k))
+        if quick not in self.known:
+            self.known[quick] = self._class(k, tensors, occurrences, slots, results)
+        return self._step(k, self.known[quick], tensors, outputs, bits)
+
+    def _circumstances(self, k: int) -> tuple[Any, ...]:
+        """What, beside its triples and the tensors that it reads and makes, the cost of a node depends on."""
+        node, first = self.graph.nodes[k], self.graph.nodes[k].outputs[0].name
+        again = first in self.graph.recomputed, first in self.forgotten
+        return is_view(self.graph, node), again, tuple(dtype for _, dtype in node.casts), self._regions(k)
+
+    def _class(
+        self, k: int, tensors: tuple[str, ...], occurrences: tuple[int, ...], slots: tuple[Slot, ...], results: tuple[Result, ...]
+    ) -> StepClass:
+        node, triples = self.graph.nodes[k], self.triples[k]
         coded = tuple(self._signature(t) for t in triples)
         # the cost model gives one cost object to alike nodes: its identity tells apart what only it can see
-        call = (_shape_of_call(node.call, tensors), self._regions(k), tuple(tensors.index(p.tensor) for p in triples[0].pre))
+        call = (_shape_of_call(node.call, tensors), self._regions(k), occurrences)
         key = (id(self.costs.instruction(triples[0])), call, _keys(slots), tuple((id(r.table), r.live) for r in results), coded)
         if key not in self.classes:
             self.classes[key] = StepClass(slots, results, tuple(self._choice(i, t, tensors) for i, t in enumerate(triples)))
-        return self._step(k, self.classes[key], tensors, outputs, bits)
+        return self.classes[key]
 
     def _signature(self, triple: Triple) -> tuple[Any, ...]:
         """Placements before and after, and what is called."""

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hapx.synth.grid import Grid, Prices
+from hapx.synth.grid import Grid, Prices, Weights
 from hapx.synth.moves import Moves
 from hapx.synth.periods import Names, Repetition
 from hapx.synth.problem import Problem, Step, StepClass
@@ -39,7 +39,7 @@ from hapx.synth.tables import TensorTable, bits
 from hapx.transposes import forward_collective
 
 LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
-DEEPEST = 32  # levels that a context is followed back at most
+DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
 PAIRS = 100  # sets of two placements that the tables have rows for, if there are not more of them
 Array = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -78,13 +78,13 @@ class Relaxation:
 
     def __init__(self, problem: Problem, moves: Moves):
         self.problem, self.moves = problem, moves
-        n = problem.terms.kinds
-        self.weights = np.vstack([np.eye(n), np.full((1, n), 1.0 / n)]) if n > 1 else np.ones((1, 1))
+        self.deepest = DEEPEST[len(problem.theory.mesh.axes) > 1]
+        self.weights = Weights(problem.terms.kinds)
         if problem.grid is None:
             problem.grid = Grid(problem)
         self.grid: Grid = problem.grid
         self.prices = Prices(moves.values, self.weights, moves.capacity, moves.prices)
-        edges = self.grid.edges.at(moves.values.shares, self.weights)
+        edges = self.grid.edges.at(moves.values.shares, self.weights.forward, self.weights.backward)
         self.edges = edges if moves.capacity is None else np.zeros_like(edges)
         self._firsts: dict[tuple[int, bool], Array] = {}
         self._directs: dict[int, Array] = {}
@@ -132,7 +132,7 @@ class Relaxation:
             more = np.where(np.isfinite(more), more, 0.0)
             finite = np.where(np.isfinite(added), added, more)
             even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + self._base[level][""].max())).all())
-            if level == 0 or (level <= bottom and even) or top - level >= DEEPEST:
+            if level == 0 or (level <= bottom and even) or top - level >= self.deepest:
                 return Context(level, rows[::-1], self._offsets[top + 1], more if level <= bottom else np.zeros(len(self.weights)), uses)
             level -= 1
 

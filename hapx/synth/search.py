@@ -9,8 +9,8 @@ is least among all programs that fit, with the costs of its steps for the balanc
 Memory is first left out. If the program found then fits, it is the answer, because a relaxation's optimum that is feasible is optimal; otherwise
 memory gets a price (`hapx.synth.limited`), and in small problems the search is then made with memory as part of the state.
 
-How exact: programs of up to `EXACT` steps, and all on meshes of one axis, are optimal. Larger ones on several axes are within `WITHIN` of the
-optimum, proven by the bound; where memory must be priced, the prices may leave a gap. `statistics.gap` says what was proven.
+How exact: programs of up to `EXACT` steps (`EXACT_FLAT` on meshes of one axis) are optimal. Larger ones are within `WITHIN` of the optimum, proven by
+the bound; where memory must be priced, the prices may leave a gap. `statistics.gap` says what was proven.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hapx.plan import ProgramKey
 from hapx.restriction import AUTO, Restriction
 from hapx.states import Placement
 from hapx.synth.astar import TOLERANCE, Statistics, beam, search
-from hapx.synth.domain import State, Synthesis, moves_of
+from hapx.synth.domain import State, Synthesis
 from hapx.synth.effect import Vector, compose
 from hapx.synth.limited import fitting
 from hapx.synth.problem import Problem, build
@@ -40,6 +40,7 @@ WIDTH = 4  # of the beam
 REMEMBERED = 2  # programs that the next search begins with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
 EXACT = 100  # steps up to which a problem on several axes is solved to the end
+EXACT_FLAT = 400  # and one on a single axis
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
 
@@ -127,7 +128,7 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     """First good programs, so that most of what the search would generate is above the best of them: those that were found at other shares, or else
     those that people write by hand and what beams find."""
     problem = domain.problem
-    found = [state for moves in problem.programs if (state := domain.follow(moves)) is not None]
+    found = [state for last in problem.programs if (state := domain.follow(last)) is not None]
     best = min(found, key=lambda s: s.estimate, default=None)
     if best is None:
         if problem.seeds is None:
@@ -142,12 +143,12 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     if found and statistics.unproven > unproven:
         best = beam(domain, WIDTH, statistics, best)
     if best is not None:
-        problem.programs[:] = [moves_of(best), *problem.programs[: REMEMBERED - 1]]
+        problem.programs[:] = [best, *problem.programs[: REMEMBERED - 1]]
     return best
 
 
 def _tolerance(problem: Problem) -> float:
-    return WITHIN if len(problem.steps) > EXACT and len(problem.theory.mesh.axes) > 1 else TOLERANCE
+    return WITHIN if len(problem.steps) > (EXACT if len(problem.theory.mesh.axes) > 1 else EXACT_FLAT) else TOLERANCE
 
 
 def _stuck(problem: Problem) -> PlanError:

@@ -45,11 +45,11 @@ def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None) -> Theory:
     grains = grains or find_grains(graph)
     check_operators(graph)
     derivation = _Derivation(graph, mesh, grains)
-    triples = tuple(derivation.triples(i) for i in range(len(graph.nodes)))
+    triples, alike = zip(*(derivation.triples(i) for i in range(len(graph.nodes))), strict=True) if graph.nodes else ((), ())
     stored = {r.name: _stored(r, mesh, grains) for kind in (Kind.PARAMETER, Kind.BUFFER) for r in graph.of_kind(kind)}
     batch = batch_cuts(graph, mesh, grains)
     outputs = {o.tensor: _allowed(graph, mesh, batch, o.tensor, o.role) for o in graph.outputs}
-    return Theory(graph, mesh, triples, stored, outputs, batch)
+    return Theory(graph, mesh, triples, stored, outputs, batch, alike)
 
 
 def check_operators(graph: Graph) -> None:
@@ -85,14 +85,16 @@ class _Derivation:
 
     def __init__(self, graph: Graph, mesh: Mesh, grains: Grains):
         self.graph, self.mesh, self.grains = graph, mesh, grains
-        self.shapes: dict[object, tuple[Shape, ...]] = {}
+        self.shapes: dict[object, tuple[int, tuple[Shape, ...]]] = {}
         self.placements: dict[tuple[State, ...], Placement | None] = {}
 
-    def triples(self, index: int) -> tuple[Triple, ...]:
+    def triples(self, index: int) -> tuple[tuple[Triple, ...], int]:
+        """The triples of a node, and a number that alike nodes share."""
         node, tensors = self.graph.nodes[index], operands(self.graph, self.graph.nodes[index])
         key = self._key(index, tensors)
         if key not in self.shapes:
-            self.shapes[key] = self._shapes(index, tensors)
+            self.shapes[key] = len(self.shapes), self._shapes(index, tensors)
+        number, shapes = self.shapes[key]
         properties: dict[tuple[str, int], Property] = {}
 
         def named(refs: tuple[TensorRef, ...], placements: tuple[Placement, ...]) -> tuple[Property, ...]:
@@ -100,11 +102,11 @@ class _Derivation:
             return tuple(properties.setdefault((r.name, id(p)), Property(r.name, p)) for r, p in zip(refs, placements, strict=True))
 
         found = []
-        for shape in self.shapes[key]:
+        for shape in shapes:
             body = _body(node, index, tensors, shape)
             assert body is not None, f"alike nodes differ: {node}"
             found.append(Triple(index, named(tensors, shape.pre), named(node.outputs, shape.post), body, shape.work))
-        return tuple(found)
+        return tuple(found), number
 
     def _key(self, index: int, tensors: tuple[TensorRef, ...]) -> object:
         """Equal for nodes with equal shapes: the same rules, cut into the same units."""

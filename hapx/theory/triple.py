@@ -16,7 +16,8 @@ from hapx.states import Placement, Sharded
 @dataclass(frozen=True)
 class Theory:
     """`stored`: for each parameter and buffer, the placements it may be kept in (Invariant or Sharded on each axis).
-    `outputs`: for each output tensor of the graph, the placements in which it may be given. `batch`: (tensor, state) pairs that split the batch."""
+    `outputs`: for each output tensor of the graph, the placements in which it may be given. `batch`: (tensor, state) pairs that split the batch.
+    `alike`: a number per node, equal where the triples are the same, in the same order, but for names (empty: nothing is known)."""
 
     graph: Graph
     mesh: Mesh
@@ -24,3 +25,4 @@ class Theory:
     stored: Mapping[str, tuple[Placement, ...]]
     outputs: Mapping[str, tuple[Placement, ...]]
     batch: frozenset[tuple[str, Sharded]]
+    alike: tuple[int, ...] = ()

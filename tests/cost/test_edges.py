@@ -44,13 +44,16 @@ def test_the_price_of_an_edge_is_that_of_its_cheapest_form(mesh: Mesh, kind: Kin
             edges.append(Edge(ref, axes[0], before, after, (False, True) if kind is Kind.PARAMETER and mode == "train" else (False,)))
     cuts = {s.cut for e in edges for p in (e.before, e.after) for s in p.states if isinstance(s, Sharded) and s.cut.row.kind != "even"}
     shares = {cut: np.array([0.3 + 0.01 * i, 0.2 - 0.01 * i]) for i, cut in enumerate(sorted(cuts, key=str))}
-    weights = np.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
-    prices = costs.edge_prices(edges, frozenset(forms)).at(shares, weights)
+    ways = {"forward": np.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]), "backward": np.array([[1.0, 0.0], [1.0, 0.0], [0.4, 0.6]])}
+    prices = costs.edge_prices(edges, frozenset(forms)).at(shares, ways["forward"], ways["backward"])
     for edge, price in zip(edges, prices, strict=True):
         found = []
         for path, free in product(paths(ref, mesh, edge.before, edge.after, frozenset(forms)), edge.free):
             runs = costs.conversion(ref, (replace(path[0], free=free),), edge.after).communication
-            values = [(c.term.at(shares), c.cuts or c.direction == "synchronise") for c in runs]
-            found.append(sum((np.full(3, v.max()) if joins else weights @ v for v, joins in values), np.zeros(3)))
+            total = np.zeros(3)
+            for c in runs:
+                value = c.term.at(shares)
+                total += value.max() if c.cuts or c.direction == "synchronise" else ways[c.direction] @ value
+            found.append(total)
         assert price == pytest.approx(np.min(found, axis=0), rel=1e-12), edge
     assert len(edges) > 15

@@ -114,16 +114,20 @@ class ToyPrices:
     edges: Sequence[Edge]
     forms: frozenset[str]
 
-    def at(self, shares: Shares, weights: np.ndarray) -> np.ndarray:
-        return np.array([self._least(edge, shares, weights) for edge in self.edges]).reshape(len(self.edges), len(weights))
+    def at(self, shares: Shares, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+        return np.array([self._least(edge, shares, forward, backward) for edge in self.edges]).reshape(len(self.edges), len(forward))
 
-    def _least(self, edge: Edge, shares: Shares, weights: np.ndarray) -> np.ndarray:
+    def _least(self, edge: Edge, shares: Shares, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
         steps = [path[0] for path in paths(edge.ref, self.costs.mesh, edge.before, edge.after, self.forms)]
         found = []
         for step in (replace(c, free=free) for c in steps for free in edge.free):
             costs = self.costs.conversion(edge.ref, (step,), edge.after).communication
-            values = [(c.term.at(shares), c.cuts or c.direction == "synchronise") for c in costs]
-            found.append(sum((np.full(len(weights), v.max()) if joins else weights @ v for v, joins in values), np.zeros(len(weights))))
+            total = np.zeros(len(forward))
+            for c in costs:
+                value = c.term.at(shares)
+                joins = c.cuts or c.direction == "synchronise"
+                total += value.max() if joins else (forward if c.direction == "forward" else backward) @ value
+            found.append(total)
         return np.min(found, axis=0)
 
 
