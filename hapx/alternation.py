@@ -164,6 +164,16 @@ class Alternation:
             with suppress(InsufficientMemoryError):  # something else fits
                 self._alternate({r: start[r.kind == "storage"] for r in self.rows}, min(known, self._best().cost))
 
+    def from_even_shares(self) -> list[Candidate]:
+        """Candidates from even shares, where `_starts` left them out because a search on several axes costs more. For the best view only."""
+        even = np.full(len(self.sizes), 1.0 / sum(self.sizes))
+        if not self.free or self.setting.start is not None or len(self.theory.mesh.axes) == 1 or np.allclose(even, self.costs.speeds):
+            return []
+        known = set(self.found)
+        with suppress(InsufficientMemoryError):  # something else fits
+            self._alternate(dict.fromkeys(self.rows, even), inf)
+        return [candidate for key, candidate in self.found.items() if key not in known]
+
     def _best(self) -> Candidate:
         return min(self.found.values(), key=attrgetter("cost"))
 

@@ -102,6 +102,7 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
     found: list[Candidate] = []
     old: list[Candidate] = []
     failures: list[HapError] = []
+    alternations: dict[str, Alternation] = {}
     allowed = views(setting.cluster, setting.rule) if meshes is None else meshes
     for number, mesh in enumerate(allowed, 1):
         began = time.perf_counter()
@@ -113,7 +114,7 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
         began = time.perf_counter()
         outcome: dict[str, Any] = {"view": mesh.name}
         try:
-            alternation = Alternation(setting, theory, counters, told)
+            alternation = alternations[mesh.name] = Alternation(setting, theory, counters, told)
             own = alternation.candidates(known)
             found += own
             old += [alternation.old] if alternation.old is not None else []
@@ -128,6 +129,11 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
     ranked = _ranked(found, old, counters)
+    began = time.perf_counter()
+    more = alternations[ranked[0].mesh.name].from_even_shares()
+    counters.search_time += time.perf_counter() - began
+    if more:
+        ranked = _ranked([*found, *more], old, counters)
     if not setting.strict and not within(ranked[0]):
         return plan_spmd(replace(setting, strict=True), counters, meshes)
     counters.search.gap = ranked[0].gap

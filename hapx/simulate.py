@@ -3,7 +3,9 @@
 In: a plan, or a program with its graph, cost model and lengths. Out: a `Timeline`. Every device has a compute stream and a communication
 stream, as the runtime has: instructions run in order forward, and in reverse order backward; a collective starts when the last device has
 arrived and the stream is free, and the program waits for it. Gradients of parameters are synchronised in buckets on the communication stream,
-started as soon as the last gradient of the bucket is there, and waited for at the end, before the optimizer's update.
+started as soon as the last gradient of the bucket is there, and waited for at the end, before the optimizer's update. On two levels, collectives
+of the inner axis run inside machines on links (and process groups, so streams) of their own: they do not wait for a bucket that is on
+its way between machines.
 
 The terms are those of `hapx.cost` at the exact lengths of every device; devices that are alike and have equal lengths do the same and
 are simulated as one kind.
@@ -15,21 +17,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
 from typing import Literal
 
 from hapx.cost.model import BUCKET_BYTES, CommunicationCost, CostModel, StepCost
-from hapx.cost.terms import Term
+from hapx.cost.terms import Piece, Term
 from hapx.errors import HapError
 from hapx.ir import Graph, Kind, OpCall
 from hapx.layout import Lengths
 from hapx.plan import Instruction, Plan, Program
 from hapx.theory.triple import Theory
 
-Stream = Literal["compute", "communication"]
+# "inside": communication of the inner axis of two levels
+Stream = Literal["compute", "communication", "inside"]
 Seconds = tuple[float, ...]  # per kind
 
 
@@ -81,7 +84,7 @@ class Timeline:
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the Chrome trace format, which Perfetto reads: a process per device, a thread per stream, microseconds."""
         events: list[dict[str, object]] = []
-        threads: dict[Stream, int] = {"compute": 0, "communication": 1}
+        threads: dict[Stream, int] = {"compute": 0, "communication": 1, "inside": 2}
         for device, spans in self.spans.items():
             events.append({"ph": "M", "name": "process_name", "pid": device, "args": {"name": f"device {device}"}})
             for stream, thread in threads.items():
@@ -93,7 +96,8 @@ class Timeline:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
     def __str__(self) -> str:
-        busy, moving = self.busy(), self.busy("communication")
+        busy, outside, inside = self.busy(), self.busy("communication"), self.busy("inside")
+        moving = {device: seconds + inside[device] for device, seconds in outside.items()}
         lines = [f"one iteration: {self.total * 1e3:.3f} ms"]
         share = 1.0 / self.total if self.total else 0.0
         return "\n".join(lines + [f"  device {d}: computes {b * share:4.0%}, communicates {moving[d] * share:4.0%}" for d, b in busy.items()])
@@ -111,11 +115,14 @@ def simulate(plan: Plan) -> Timeline:
     return simulate_program(program, graph, cost, stage.lengths[key])
 
 
-def simulate_program(program: Program, graph: Graph, cost: CostModel, lengths: Lengths) -> Timeline:
-    """One iteration of a program at concrete lengths, with the cluster, precision, optimizer and mode of a cost model of its graph and mesh."""
+def simulate_program(
+    program: Program, graph: Graph, cost: CostModel, lengths: Lengths, synchronisation: Mapping[str, float] | None = None
+) -> Timeline:
+    """One iteration of a program at concrete lengths, with the cluster, precision, optimizer and mode of a cost model of its graph and mesh.
+    `synchronisation`: by parameter, the seconds that its gradient takes if something other than an all-reduce synchronises it."""
     assert cost.graph is graph and cost.theory.mesh == program.mesh, "the cost model is of another program"
     exact = cost.at_lengths(lengths)
-    clock = _run(program, graph, exact, events=True)
+    clock = _run(program, graph, exact, events=True, synchronisation=synchronisation)
     kind_of = tuple((device, k) for k, devices in enumerate(exact.view.devices) for device in devices)
     return Timeline(tuple(sorted(kind_of)), tuple(clock.events), max(clock.now))
 
@@ -125,8 +132,10 @@ def iteration_time(program: Program, graph: Graph, exact: CostModel) -> float:
     return max(_run(program, graph, exact, events=False).now)
 
 
-def _run(program: Program, graph: Graph, exact: CostModel, events: bool) -> _Clock:
+def _run(program: Program, graph: Graph, exact: CostModel, events: bool, synchronisation: Mapping[str, float] | None = None) -> _Clock:
     steps = [(_name(i) if events else "", _cost(i, graph, exact)) for i in program.instructions]
+    if synchronisation:
+        steps = [(name, _synchronised(i, step, synchronisation)) for i, (name, step) in zip(program.instructions, steps, strict=True)]
     full = _full_buckets([_gradient_bytes(i, step, graph) for i, (_, step) in zip(program.instructions, steps, strict=True)])
     clock = _Clock(len(exact.kinds), events)
     for name, step in steps:
@@ -157,6 +166,18 @@ def _cost(instruction: Instruction, graph: Graph, cost: CostModel) -> StepCost:
     return cost.conversion(graph.refs[triple.post[0].tensor], triple.body, triple.post[0].placement)
 
 
+def _synchronised(instruction: Instruction, step: StepCost, seconds: Mapping[str, float]) -> StepCost:
+    """The step with a gradient's synchronisation taking the given seconds, where there are any for its parameter."""
+    name = instruction.triple.post[0].tensor
+    if name not in seconds:
+        return step
+
+    def changed(c: CommunicationCost) -> CommunicationCost:
+        return replace(c, term=Term((Piece((seconds[name],) * len(c.term.pieces[0].const)),)))
+
+    return replace(step, communication=tuple(changed(c) if c.direction == "synchronise" else c for c in step.communication))
+
+
 def _gradient_bytes(instruction: Instruction, step: StepCost, graph: Graph) -> int:
     """Bytes of the gradient that is synchronised after the instruction's backward, 0 if none is."""
     synchronised = any(c.direction == "synchronise" for c in step.communication)
@@ -178,14 +199,14 @@ def _full_buckets(sizes: Sequence[int]) -> frozenset[int]:
 
 
 class _Clock:
-    """Time on the two streams of every kind: `now` of the program (its compute stream), `wire` of the communication stream. `events` are recorded
-    where they are wanted."""
+    """Time on the streams of every kind: `now` of the program (its compute stream), `wires` of the communication streams, by whether they cut.
+    `events` are recorded where they are wanted."""
 
     def __init__(self, size: int, record: bool):
         self.size, self.record = size, record
         self.events: list[Event] = []
         self.now: Seconds = (0.0,) * size
-        self.wire: Seconds = (0.0,) * size
+        self.wires: dict[bool, Seconds] = {True: self.now, False: self.now}
         self._bucket: list[CommunicationCost] = []
         self._num_buckets = 0
         self._values: dict[int, tuple[Term, Seconds]] = {}
@@ -199,8 +220,8 @@ class _Clock:
     def communicate(self, name: str, collectives: Sequence[CommunicationCost]) -> None:
         """Collectives that the program waits for."""
         for collective in collectives:
-            self.wire = self._run(name, collective, tuple(map(max, self.now, self.wire)))
-            self.now = self.wire
+            ready = tuple(map(max, self.now, self.wires[collective.cuts]))
+            self.now = self.wires[collective.cuts] = self._run(name, collective, ready, "communication" if collective.cuts else "inside")
 
     def gradient(self, collectives: Sequence[CommunicationCost], full: bool) -> None:
         """A parameter's gradient is there; a full bucket sets off."""
@@ -208,23 +229,25 @@ class _Clock:
         if not full:
             return
         name = f"synchronise bucket {self._num_buckets}"
-        ready = tuple(map(max, self.now, self.wire))
+        # all axes of a bucket are one process group: a bucket that leaves the machines does so as a whole
+        cuts = any(c.cuts for c in self._bucket)
+        ready = tuple(map(max, self.now, self.wires[cuts]))
         for collective in self._bucket:
-            ready = self._run(name, collective, ready)
-        self.wire = ready
+            ready = self._run(name, collective, ready, "communication" if cuts else "inside")
+        self.wires[cuts] = ready
         self._bucket, self._num_buckets = [], self._num_buckets + 1
 
     def wait(self) -> None:
         """For all buckets."""
         assert not self._bucket, "a bucket was never sent"
-        self.now = tuple(map(max, self.now, self.wire))
+        self.now = tuple(map(max, self.now, *self.wires.values()))
 
-    def _run(self, name: str, collective: CommunicationCost, ready: Seconds) -> Seconds:
+    def _run(self, name: str, collective: CommunicationCost, ready: Seconds, stream: Stream) -> Seconds:
         """The end of a collective for which the kinds are ready at the given times."""
         times = self._seconds(collective.term)
         start = (max(ready),) * self.size if collective.cuts else ready
         stop = (start[0] + max(times),) * self.size if collective.cuts else tuple(map(add, start, times))
-        self._record(name, "communication", start, stop)
+        self._record(name, stream, start, stop)
         return stop
 
     def _seconds(self, term: Term) -> Seconds:

@@ -19,7 +19,7 @@ from hapx.ir import Graph, OpCall
 from hapx.plan import Instruction, Plan, Program, Stage
 from hapx.restriction import AUTO
 from hapx.simulate import simulate, simulate_program
-from hapx.states import PARTIAL, REPLICATED, Cut
+from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut
 from support.theories import cluster, converted, data_parallel, described, device_type, flat, mlp, placed, split, triple, two_level
 
 FAST, SLOW = device_type("fast", 4e12, latency=1e-6), device_type("slow", 1e12, latency=2e-6)
@@ -148,9 +148,29 @@ def test_an_inner_collective_does_not_wait_for_other_machines():
     spec = cluster([("fast", "fast"), ("slow", "slow")], [FAST, SLOW])
     lengths = {rows.cut: (32, 32)}
     timeline = simulate_program(program, g, model(g, program, spec), lengths)
-    starts = {d: next(s.start for s in spans if s.stream == "communication") for d, spans in timeline.spans.items()}
+    starts = {d: next(s.start for s in spans if s.stream == "inside") for d, spans in timeline.spans.items()}
     assert starts[0] == starts[1] < starts[2] == starts[3]
     assert timeline.total == pytest.approx(additive(program, g, model(g, program, spec), lengths))
+
+
+def test_an_inner_collective_does_not_wait_for_gradients_on_their_way():
+    """The gradient of w2 goes between machines while that of w1 is scattered inside of them."""
+    g, mesh = mlp(batch=64, width=2048, hidden=8192), two_level(2, 2)  # 64 MB per parameter: one bucket each
+    rows, inner = split(mesh, 0, 0, 64), split(mesh, 1, 0, 8192)
+    whole = placed(rows, REPLICATED)
+    used = placed(REPLICATED, REPLICATED)
+    where = {"x": whole, "w1": used, "h": whole, "a": whole, "w2": used, "y": whole}
+    work = (rows.cut, None)
+    steps = [
+        converted("w1", placed(INVARIANT, inner), used), triple(g, 0, where, work), triple(g, 1, where, work),
+        converted("w2", placed(INVARIANT, REPLICATED), used), triple(g, 2, where, work),
+    ]  # fmt: skip
+    program = replace(data_parallel(g, flat(4)), mesh=mesh, instructions=tuple(map(Instruction, steps)), needs=())
+    spec = cluster([("fast", "fast"), ("slow", "slow")], [FAST, SLOW])
+    timeline = simulate_program(program, g, model(g, program, spec), {rows.cut: (32, 32)})
+    sent = next(s for s in timeline.spans[2] if s.name == "synchronise bucket 0" and s.stream == "communication")
+    scattered = next(s for s in timeline.spans[2] if s.stream == "inside" and s.name.endswith("w1 backward"))
+    assert sent.start < scattered.start < scattered.stop < sent.stop
 
 
 def test_zero_lengths_do_no_work_but_join_every_collective():

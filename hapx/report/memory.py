@@ -44,13 +44,16 @@ def memory_table(pricing: Pricing) -> str:
     parts, moments = memory_parts(pricing)
     shown = [name for name in PARTS if parts[name].any()]
     columns = (*shown, "total", "of")
-    table = new_table("device", "type", *columns, "peak", right=columns)
+    table = new_table("device", "type", *columns, right=columns)
+    worst: dict[str, list[int]] = {}
     alike: dict[tuple[str, ...], list[int]] = {}
     for k, devices in enumerate(pricing.kinds):
         for device in devices:
             kind = pricing.plan.cluster.type_of(device)
-            sizes = [*(size_text(parts[name][k]) for name in shown), size_text(pricing.plan.memory[device]), size_text(kind.memory), moments[k]]
+            sizes = [*(size_text(parts[name][k]) for name in shown), size_text(pricing.plan.memory[device]), size_text(kind.memory)]
             alike.setdefault((kind.name, *sizes), []).append(device)
+            worst.setdefault(moments[k], []).append(device)
     for (name, *sizes), members in alike.items():
         table.add_row(ranges_text(members), name, *sizes)
-    return render(table)
+    lines = (f"peak of device{'s' if len(own) > 1 else ''} {ranges_text(own)}: {moment}" for moment, own in worst.items())
+    return "\n".join([render(table), *lines])

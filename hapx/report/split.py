@@ -60,8 +60,8 @@ def split_of(timeline: Timeline, device: int | None = None) -> TimeSplit:
         device = max(compute, key=lambda d: (compute[d], -d))
     spans = timeline.spans[device]
     busy = [s for s in spans if not _synchronises(s)]
-    behind = [(s.start, s.stop) for s in spans if _synchronises(s)]
-    seconds = {(stream, part): sum(s.duration for s in busy if s.stream == stream and _part(s) == part) for stream, part in PARTS}
+    behind = _union((s.start, s.stop) for s in spans if _synchronises(s))
+    seconds = {(kind, part): sum(s.duration for s in busy if _kind(s) == kind and _part(s) == part) for kind, part in PARTS}
     synchronised = sum(stop - start for start, stop in behind)
     gaps = list(_gaps(((s.start, s.stop) for s in busy), timeline.total))
     exposed = sum(max(min(b, d) - max(a, c), 0.0) for a, b in gaps for c, d in behind)
@@ -75,12 +75,27 @@ def split_of(timeline: Timeline, device: int | None = None) -> TimeSplit:
 PARTS = (("compute", "forward"), ("compute", "backward"), ("compute", "update"), ("communication", "forward"), ("communication", "backward"))
 
 
+def _kind(span: Span) -> str:
+    return "compute" if span.stream == "compute" else "communication"
+
+
 def _part(span: Span) -> str:
     return "update" if span.name.startswith("update") else "backward" if span.name.endswith("backward") else "forward"
 
 
 def _synchronises(span: Span) -> bool:
     return span.name.startswith("synchronise")
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The intervals without their overlaps: buckets may be on their way between machines and inside them at once."""
+    found: list[tuple[float, float]] = []
+    for start, stop in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
 
 
 def _gaps(busy: Iterable[tuple[float, float]], total: float) -> Iterable[tuple[float, float]]:

@@ -224,9 +224,11 @@ def test_memory_parts_sum_to_the_memory_of_the_plan() -> None:
     assert parts["weights"][0] == pytest.approx(rows * 8)
     assert parts["optimizer"][0] == pytest.approx(rows * 8)  # two numbers of four bytes
     assert not parts["buffers"].any() and (parts["inputs"] > 0).all() and (parts["at the peak"] > 0).all()
-    cells = re.split(r"  +", memory_table(pricing).splitlines()[2])
+    text = memory_table(pricing)
+    cells = re.split(r"  +", text.splitlines()[2])
     assert cells[:4] == ["0", "thing", *[size_text(rows * 8)] * 2]
-    assert cells[-3:] == [size_text(plan.memory[0]), "4 GiB", moments[0]]
+    assert cells[-2:] == [size_text(plan.memory[0]), "4 GiB"]
+    assert moments[0] in text
 
 
 # ---- the whole -----------------------------------------------------------------------------------------------------------
