@@ -10,6 +10,7 @@ tensor that is whole along it, s_j N of it with device j, one message of latency
     all_gather, point_to_point  max over devices and links of what leaves and what enters, + (m-1) a
     reduce_scatter              the same, with the directions exchanged
     all_to_all                  max over devices and links of what leaves and what enters, own part not subtracted (it is bilinear), + (m-1) a
+    re-cut                      the same, of what moves (`hapx.cost.recut`)
 
 Bandwidth: a group inside one machine has that machine's link. A ring over several machines crosses each machine's network card once in each
 direction, however many devices of a machine it has: its bandwidth is the slowest card's, divided by the number of groups of this axis that
@@ -46,7 +47,7 @@ class AxisLinks:
     def all_reduce(self, whole: Piece) -> Term | None:
         """`whole`: bytes of the tensor on a device of each kind."""
         m = self.size
-        return None if m == 1 else maximum([self._over(whole, self.ring, 2 * (m - 1) / m) + self._messages(2 * self.rounds)])
+        return None if m == 1 else maximum([self._over(whole, self.ring, 2 * (m - 1) / m) + self.messages(2 * self.rounds)])
 
     def all_gather(self, form: Form, shard: Piece, whole: Piece) -> Term | None:
         """`shard`, `whole`: bytes on a device of each kind before and after. A reduce_scatter costs the same."""
@@ -54,7 +55,7 @@ class AxisLinks:
         if m == 1:
             return None
         if form is Form.GROUPED:
-            return maximum([self._over(whole, self.ring) + self._messages(m)])
+            return maximum([self._over(whole, self.ring) + self.messages(m)])
         if form is Form.POINT_TO_POINT:
             rest = whole + shard.scaled([-1.0] * len(self.ring))
             pieces = [self._over(shard, self.inside, m - 1), self._over(rest, self.inside)]
@@ -63,17 +64,17 @@ class AxisLinks:
                 others = whole + shard.scaled([-float(k) for k in n])
                 pieces += [shard.scaled([k * (m - k) / b for k, b in zip(n, self.card, strict=True)])]
                 pieces += [others.scaled([k / b for k, b in zip(n, self.card, strict=True)])]
-            return maximum(p + self._messages(m - 1) for p in pieces)
-        return maximum([self._over(shard, self.ring, m - 1) + self._messages(self.rounds)])
+            return maximum(p + self.messages(m - 1) for p in pieces)
+        return maximum([self._over(shard, self.ring, m - 1) + self.messages(self.rounds)])
 
-    def all_to_all(self, before: Piece, after: Piece) -> Term | None:
-        """`before`, `after`: bytes on a device of each kind."""
+    def all_to_all(self, *parts: Piece) -> Term | None:
+        """`parts`: bytes on a device of each kind before and after, or whatever bounds what it sends and receives."""
         if self.size == 1:
             return None
-        pieces = [self._over(p, self.inside) for p in (before, after)]
+        pieces = [self._over(p, self.inside) for p in parts]
         if self.crosses:
-            pieces += [p.scaled([k / b for k, b in zip(self.mates, self.card, strict=True)]) for p in (before, after)]
-        return maximum(p + self._messages(self.size - 1) for p in pieces)
+            pieces += [p.scaled([k / b for k, b in zip(self.mates, self.card, strict=True)]) for p in parts]
+        return maximum(p + self.messages(self.size - 1) for p in pieces)
 
     @property
     def crosses(self) -> bool:
@@ -87,7 +88,8 @@ class AxisLinks:
     def _over(self, volume: Piece, bandwidth: tuple[float, ...], times: float = 1.0) -> Piece:
         return volume.scaled([times / b for b in bandwidth])
 
-    def _messages(self, count: int) -> Piece:
+    def messages(self, count: int) -> Piece:
+        """The time of so many messages one after another."""
         return Piece(tuple(count * a for a in self.latency))
 
 

@@ -3,6 +3,9 @@
 Every state converts to every other (the twenty pairs of `hapx.transposes`), forward and transposed. With several axes a path
 changes one axis at a time; which orders are legal follows from the nesting: the outer of two axes that split one dim alike may
 not enter or leave that state while the inner one splits it (the pieces would come out permuted).
+
+A *re-cut* leads from one ratio row to another: the same dim in the same units, in other lengths. Data moves between all devices of the axis and
+of those inside that split the same factor.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from functools import cache
 from itertools import permutations, product
 
 from hapx.ir import FLOATING, TensorRef
-from hapx.layout import compatible
+from hapx.layout import compatible, followers
 from hapx.plan import Communication, Form, Mesh
-from hapx.states import INVARIANT, Invariant, Partial, Placement, Replicated, Sharded, State
+from hapx.states import INVARIANT, Invariant, Partial, Placement, Replicated, Sharded, State, is_recut
 from hapx.transposes import backward_collective, forward_collective
 
 # collectives whose form is a choice
@@ -92,7 +95,9 @@ def _for_keeping(state: Sharded) -> bool:
 
 
 def _legal(before: Placement, after: Placement, axis: int) -> bool:
-    """Whether `axis` may change: no axis further inside splits the same factor, and the result nests."""
+    """Whether `axis` may change: no axis further inside splits the same factor, or all of them do before and after; and the result nests."""
+    if is_recut(before.states[axis], after.states[axis]):
+        return all(a > axis for a in followers(before, axis)) and compatible(after.states)
     order = before.order()
     for state in (before.states[axis], after.states[axis]):
         if isinstance(state, Sharded):
