@@ -88,3 +88,13 @@ def random_graph(
         else:
             values.append(maker.binary(x, rng.choice(alike), rng.choice(("add", "mul"))))
     return maker.finish(values[-1])
+
+
+def two_characters(batch: int = 120, width: int = 64, wide: int = 256) -> Graph:
+    """Products with a bottleneck, then small operators on many numbers."""
+    maker = GraphMaker(batch)
+    h = maker.unary(maker.linear(maker.input(batch, width), width, False), "relu")
+    h = maker.linear(maker.linear(h, 4, False), wide, False)
+    for op in ("gelu", "neg", "gelu", "neg"):
+        h = maker.unary(h, op)
+    return maker.finish(h)
