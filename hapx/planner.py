@@ -19,14 +19,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from hapx.balancer.borders import WORTH, Freed, free_borders
 from hapx.balancer.lp import Objective, balance, objective
 from hapx.balancer.rounding import Lengths, fit, improve, per_device, round_ratios
+from hapx.balancer.untied import Untied
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.cost.terms import Vector
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.graph.borders import candidate_segments, carried, numbered
 from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
@@ -93,13 +96,14 @@ class Counters:
 
     theory_time: float = 0.0
     search_time: float = 0.0
+    segments_time: float = 0.0
     simulation_time: float = 0.0
     alternations: int = 0
     views: list[str] = field(default_factory=list)
     search: Statistics = field(default_factory=Statistics)
 
     def as_dict(self) -> dict[str, Any]:
-        times = {"theory_time": self.theory_time, "search_time": self.search_time, "simulation_time": self.simulation_time}
+        times = {f"{name}_time": getattr(self, f"{name}_time") for name in ("theory", "search", "segments", "simulation")}
         counts = {name: getattr(self.search, name) for name in ("expansions", "generated", "dominated", "bounded", "unproven", "gap")}
         return {**times, **counts, "alternations": self.alternations, "views": tuple(self.views)}
 
@@ -138,20 +142,60 @@ def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | Non
         counters.views.append(mesh.name)
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
-    ranked = _ranked(setting, found, counters)
+    ranked = _with_segments(setting, _ranked(found, counters), counters)
     counters.search.gap = ranked[0].gap
     return ranked
 
 
-def _ranked(setting: Setting, found: list[Candidate], counters: Counters) -> list[Candidate]:
+def _ranked(found: list[Candidate], counters: Counters) -> list[Candidate]:
     """The best candidates, each simulated, in the order of their simulated times; the best of every view is among them."""
     began = time.perf_counter()
     found = sorted(found, key=lambda c: c.cost)
     first = {c.mesh.name: c for c in reversed(found)}
     chosen = sorted({id(c): c for c in [*first.values(), *found[:SIMULATED]]}.values(), key=lambda c: c.cost)
-    simulated = [replace(c, time=simulate_program(c.program, setting.graph, c.costs, c.lengths).total) for c in chosen]
+    simulated = [replace(c, time=simulate_program(c.program, c.theory.graph, c.costs, c.lengths).total) for c in chosen]
     counters.simulation_time += time.perf_counter() - began
     return sorted(simulated, key=lambda c: c.time)
+
+
+def _with_segments(setting: Setting, ranked: list[Candidate], counters: Counters) -> list[Candidate]:
+    """The candidates, and those of the best one's view in which parts of the model have ratios of their own, where the linear program says that this
+    pays. Never worse: all are simulated."""
+    best, rule = ranked[0], setting.rule
+    if rule.most_segments == 1 or setting.given or len(best.costs.kinds) < 2 or best.mesh.uneven is None:
+        return ranked
+    began = time.perf_counter()
+    freed = _free_borders(best, rule)
+    counters.segments_time += time.perf_counter() - began
+    if freed is None:
+        return ranked
+    parts = candidate_segments(setting.graph, rule.segments)
+    segments = numbered(freed.groups[part] for part in parts)
+    graph = replace(setting.graph, segment_of=segments)
+    start = {row: per_device(own.tolist(), best.costs.kinds) for row, own in freed.shares.items()}
+    began = time.perf_counter()
+    theory = derive(graph, best.mesh)
+    counters.theory_time += time.perf_counter() - began
+    began = time.perf_counter()
+    try:
+        found = _Alternation(replace(setting, graph=graph, start=start), theory, counters).candidates(best.cost)
+    except (InsufficientMemoryError, PlanError):
+        found = []  # what fits with one row is known
+    counters.search_time += time.perf_counter() - began
+    return sorted([*ranked, *(_ranked(found, counters) if found else ())], key=lambda c: c.time)
+
+
+def _free_borders(best: Candidate, rule: Restriction) -> Freed | None:
+    """The borders of a candidate's program that pay, by the linear program."""
+    parts = candidate_segments(best.theory.graph, rule.segments)
+    if len(set(parts)) < 2:
+        return None
+    untied = Untied(best.program, best.storage_of, best.costs, parts)
+    shares = {row: np.array([max(own[c] for c in kind) for kind in best.costs.kinds]) for row, own in best.shares.items()}
+    # on several axes a search costs more
+    worth = WORTH if len(best.mesh.axes) == 1 else 4 * WORTH
+    capacity, consecutive = np.asarray(best.costs.capacity), list(parts) == sorted(parts)
+    return free_borders(untied, best.costs.sizes, capacity, shares, rule.most_segments, consecutive, worth)
 
 
 class _Alternation:
@@ -164,7 +208,8 @@ class _Alternation:
         self.capacity: Vector = np.asarray(self.costs.capacity)
         self.limits = tuple(self.capacity.tolist())
         self.kinds, self.sizes = self.costs.kinds, self.costs.sizes
-        self.rows = tuple(theory.mesh.row(theory.mesh.uneven, kind) for kind in _ROW_KINDS) if theory.mesh.uneven is not None else ()
+        axis, segments = theory.mesh.uneven, range(setting.graph.segments)
+        self.rows = tuple(theory.mesh.row(axis, kind, s) for s in segments for kind in _ROW_KINDS) if axis is not None else ()
         self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
         self.found: dict[tuple[Any, ...], Candidate] = {}
         self.prices: tuple[float, ...] | None = None  # of memory, once it binds
@@ -317,11 +362,17 @@ def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | N
     blocks = replace(setting, graph=with_blocks(setting.graph)) if remat != "none" and setting.graph.mode == "train" else setting
     if remat != "blocks" or blocks.graph is setting.graph:
         try:
-            return setting, plan_spmd(setting, counters, meshes)[0]
+            return _chosen(setting, counters, meshes)
         except InsufficientMemoryError:
             if blocks.graph is setting.graph:
                 raise
-    return blocks, plan_spmd(blocks, counters, meshes)[0]
+    return _chosen(blocks, counters, meshes)
+
+
+def _chosen(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None) -> tuple[Setting, Candidate]:
+    """The best candidate, and its setting: with the segments that it has."""
+    best = plan_spmd(setting, counters, meshes)[0]
+    return replace(setting, graph=best.theory.graph), best
 
 
 def plan_module(
@@ -346,6 +397,7 @@ def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     """The plan with a further program (another batch size, or evaluation): parameters stay where they are, in the lengths they have."""
     assert len(plan.stages) == 1, "one stage"
     graph = discover(graph)
+    graph = replace(graph, segment_of=carried(plan.graphs[plan.first], graph))
     stage = plan.stages[0]
     given = {name: storage.copies[0].placement for storage in plan.storage for name in (storage.name,)}
     kept = {s.cut for p in given.values() for s in p.states if hasattr(s, "cut")}

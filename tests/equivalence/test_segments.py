@@ -7,13 +7,20 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from torch import Tensor
 
 from hapx.ir import Graph
 from hapx.plan import Plan, Triple
+from hapx.planner import plan_module
+from hapx.restriction import Restriction
+from hapx.simulate import simulate
 from hapx.states import is_recut
 from hapx.theory.derive import derive
+from hapx.verify import verify
 from support.cases import CASES, MESHES, assert_case
+from support.equivalence import assert_equivalent
 from support.random_programs import Taste, random_plan
+from support.unlike import TwoParts, unlike
 
 
 def halves(graph: Graph) -> Graph:
@@ -68,3 +75,36 @@ def test_a_batch_that_two_axes_split_is_cut_again() -> None:
 
     plan = next(p for seed in range(40) if joint(p := random_plan(theory, Random(seed), replace(EAGER, wanted=by_both))))
     assert_case(CASES["mlp of 8"], plan)
+
+
+# ---- planned ---------------------------------------------------------------------------------------------------------------
+
+PLANNED = {
+    "2": (unlike(["counter", "mover"]), "flat", 0.95),
+    "4": (unlike(["counter", "counter"], ["mover", "mover"]), "flat", 0.85),
+    "2x2": (unlike(["counter", "counter"], ["mover", "mover"]), "2x2", 0.97),
+}
+
+
+def batches(step: int) -> tuple[Tensor]:
+    return TwoParts().example(96, step)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_segments_pay_where_devices_differ_by_operator(name: str) -> None:
+    """The planner frees the border between products and chains of small operators; the plan is faster in the simulator and trains as one device."""
+    cluster, mesh, least = PLANNED[name]
+    model, inputs = TwoParts, TwoParts().example(96)
+    tied, freed = (plan_module(model(), cluster, inputs, strategy=Restriction(mesh=mesh, segments=s)) for s in ("none", "auto"))
+    assert freed.graphs[freed.first].segments > 1 and recuts(freed) > 0
+    assert simulate(freed).total == pytest.approx(freed.iteration_time) and freed.iteration_time < least * tied.iteration_time
+    verify(freed)
+    uses = assert_equivalent(model, batches, freed)
+    assert uses.unequal and uses.sharded_flops > 0.95
+
+
+@pytest.mark.gloo
+def test_segments_over_processes() -> None:
+    plan = plan_module(TwoParts(), unlike(["counter"], ["mover"]), TwoParts().example(96))
+    assert recuts(plan) > 0
+    assert_equivalent(TwoParts, batches, plan, mode="gloo")
