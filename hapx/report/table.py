@@ -16,6 +16,7 @@ from hapx.layout import local_shape
 from hapx.plan import Plan, Stage
 from hapx.report.layers import layers
 from hapx.report.render import new_table, render
+from hapx.report.segments import rows_table
 from hapx.report.split import time_split
 from hapx.report.words import Vocabulary, ranges_text, share_text, size_text, time_text
 from hapx.states import Property, Sharded
@@ -25,8 +26,8 @@ def plan_table(plan: Plan, against: Plan | None = None) -> str:
     """The plan as text. `against`: a plan of the same model on the same cluster (an even split, say) whose time is shown for comparison."""
     if len(plan.stages) != 1:
         return _stages(plan)
-    sections = [_title(plan), _devices(plan), _layers(plan), "\n".join(_times(plan, against))]
-    return "\n\n".join(sections)
+    sections = [_title(plan), _devices(plan), rows_table(plan), _layers(plan), "\n".join(_times(plan, against))]
+    return "\n\n".join(filter(None, sections))
 
 
 def _title(plan: Plan) -> str:
