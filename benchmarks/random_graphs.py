@@ -119,3 +119,13 @@ def reordered(graph: Graph, order: Sequence[int]) -> Graph:
 
 def _hashed(graph: Graph) -> Graph:
     return replace(graph, hash=graph_hash(graph))
+
+
+def two_characters(batch: int = 120, width: int = 64, wide: int = 256) -> Graph:
+    """Products with a bottleneck, then small operators on many numbers."""
+    maker = GraphMaker(batch)
+    h = maker.unary(maker.linear(maker.input(batch, width), width, False), "relu")
+    h = maker.linear(maker.linear(h, 4, False), wide, False)
+    for op in ("gelu", "neg", "gelu", "neg"):
+        h = maker.unary(h, op)
+    return maker.finish(h)

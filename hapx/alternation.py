@@ -60,6 +60,7 @@ class Counters:
     search_time: float = 0.0  # of which:
     problem_time: float = 0.0
     balance_time: float = 0.0
+    segments_time: float = 0.0
     simulation_time: float = 0.0
     alternations: int = 0
     kept: list[tuple[float, ...]] = field(default_factory=list)  # per start, the least cost seen after every step of the alternation
@@ -116,12 +117,14 @@ class Alternation:
         self.fitting = Fitting(theory, self.costs, setting.key, setting.strict)
         self.rejected: tuple[Solution, Lengths] | None = None  # the last program whose peak did not fit at balanced ratios
         self.kinds, self.sizes = self.costs.kinds, self.costs.sizes
-        self.rows = tuple(theory.mesh.row(theory.mesh.uneven, kind) for kind in _ROW_KINDS) if theory.mesh.uneven is not None else ()
+        axis, segments = theory.mesh.uneven, range(setting.graph.segments)
+        self.rows = tuple(theory.mesh.row(axis, kind, s) for s in segments for kind in _ROW_KINDS) if axis is not None else ()
         self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
         self.cuts = sorted(self.problem.cuts, key=str)  # sets of them have another order in every process
         self.found: dict[tuple[Any, ...], Candidate] = {}
         self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
         self.prices: tuple[float, ...] | None = None  # of memory, once it binds
+        self.exact = True  # small problems are searched to the end also where memory binds
         capacity = np.asarray(self.costs.capacity)
         self.old = carried(setting.old, setting.key, theory, self.costs, capacity) if setting.old is not None else None
 
@@ -159,7 +162,7 @@ class Alternation:
         """From more starts, as far as they lead somewhere."""
         if self._best().cost > HOPELESS * known:
             return
-        row, _ = self.rows[:2]
+        row, self.exact = self.rows[0], False  # where memory binds, prices of it tell well enough where a start leads
         for start in further(np.asarray(self.costs.speeds), self.sizes, lambda: self._by_kind(self._best().shares)[row]):
             with suppress(InsufficientMemoryError):  # something else fits
                 self._alternate({r: start[r.kind == "storage"] for r in self.rows}, min(known, self._best().cost))
@@ -283,7 +286,7 @@ class Alternation:
         shares, spare = self.costs.lengths_to_shares(lengths), None
         others: tuple[Solution, ...] = ()
         for _ in range(CORRECTIONS):
-            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices)
+            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.exact)
             for solution in (found,) if found is not None else others:
                 self.counters.search.add(solution.statistics)
             if found is not None:

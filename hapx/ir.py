@@ -204,11 +204,11 @@ class Graph:
     """A captured model: nodes in one fixed topological order.
 
     `refs`: every tensor by name. `tied`: groups of module names that share one tensor (the first is the name in `refs`).
-    `segment_of`, per node. `block_of`, per node: (block kind, repetition) of repeated blocks or None.
+    `segment_of`, per node: the part of the model whose ratios it shares. `block_of`, per node: (block kind, repetition) of repeated blocks or None.
     `mode`: train or eval. `input_names`: the user's inputs, flattened, in order. `batch`: size of the batch.
     `constants`: flat values of the small constant tensors that the model makes in forward.
     `returns`: the container that the module returns (None: the loss alone).
-    `hash` identifies the computation (no devices, no weights, no regions that the planner has chosen).
+    `hash` identifies the computation (no devices, no weights, no segments or regions that the planner has chosen).
     `probed`: what execution showed of operators that have no entry in the table.
     """
 
@@ -245,6 +245,21 @@ class Graph:
             for name in dict.fromkeys(node.call.refs()):
                 uses[name].append(i)
         return {k: tuple(v) for k, v in uses.items()}
+
+    @cached_property
+    def segments(self) -> int:
+        """How many segments the nodes are in."""
+        return 1 + max(self.segment_of, default=0)
+
+    @cached_property
+    def segments_of(self) -> Mapping[str, tuple[int, ...]]:
+        """Tensor name -> the segments in which it is made or used, in that order; (0,) if nobody does."""
+        if self.segments == 1:
+            return dict.fromkeys(self.refs, (0,))
+        found = {name: [self.segment_of[self.producer[name]]] if name in self.producer else [] for name in self.refs}
+        for name, users in self.consumers.items():
+            found[name] += [self.segment_of[i] for i in users]
+        return {name: tuple(dict.fromkeys(own)) or (0,) for name, own in found.items()}
 
     @cached_property
     def recomputed(self) -> frozenset[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,25 @@ def block(placement: Placement, axis: int, sizes: Sequence[int], lengths: Length
         else:
             raise PlanError(f"{state} and {mine} do not nest in one dim", where=f"placement {placement}")
     return Block(mine.dim, outer, axis_lengths(placement, axis, sizes, lengths, coordinates), inner)
+
+
+def followers(placement: Placement, axis: int) -> tuple[int, ...]:
+    """The axes inside of `axis` that split the same factor: what it cuts anew they divide anew."""
+    mine, order = placement.states[axis], placement.order()
+    inner = order[order.index(axis) + 1 :]
+    return tuple(a for a in inner if isinstance(mine, Sharded) and isinstance(s := placement.states[a], Sharded) and s.same_split(mine))
+
+
+def joint_block(placement: Placement, axes: Sequence[int], sizes: Sequence[int], lengths: Lengths, coordinates: Sequence[int]) -> Block:
+    """The cut of `axes` together (the first one and its followers, ascending): lengths of their coordinates in row-major order."""
+    first = block(placement, axes[0], sizes, lengths, coordinates)
+    own = []
+    for chosen in product(*(range(sizes[a]) for a in axes)):
+        at = list(coordinates)
+        for a, c in zip(axes, chosen, strict=True):
+            at[a] = c
+        own.append(axis_lengths(placement, axes[-1], sizes, lengths, at)[chosen[-1]])
+    return Block(first.dim, first.outer, tuple(own), first.inner)
 
 
 def compatible(states: Sequence[object]) -> bool:

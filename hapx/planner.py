@@ -15,14 +15,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hapx.advice import advised, first_rows
 from hapx.alternation import Alternation, Counters, Setting
+from hapx.balancer.borders import WORTH, Freed, free_borders
+from hapx.balancer.rounding import per_device
+from hapx.balancer.untied import Untied
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.fitting import within
+from hapx.graph.borders import candidate_segments, carried, numbered
 from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
@@ -134,6 +140,7 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
     counters.search_time += time.perf_counter() - began
     if more:
         ranked = _ranked([*found, *more], old, counters)
+    ranked = _with_segments(setting, ranked, alternations[ranked[0].mesh.name].limits, counters)
     if not setting.strict and not within(ranked[0]):
         return plan_spmd(replace(setting, strict=True), counters, meshes)
     counters.search.gap = ranked[0].gap
@@ -155,6 +162,47 @@ def _ranked(found: list[Candidate], old: list[Candidate], counters: Counters) ->
     simulated = [replace(c, time=iteration_time(c.program, c.theory.graph, exact[id(c.costs), tuple(c.lengths.items())])) for c in chosen]
     counters.simulation_time += time.perf_counter() - began
     return sorted(simulated, key=lambda c: c.time)
+
+
+def _with_segments(setting: Setting, ranked: list[Candidate], limits: Sequence[float], counters: Counters) -> list[Candidate]:
+    """The candidates, and those of the best one's view in which parts of the model have ratios of their own, where the linear program says that this
+    pays. Never worse: all are simulated."""
+    best, rule = ranked[0], setting.rule
+    if rule.most_segments == 1 or setting.given or len(best.costs.kinds) < 2 or best.mesh.uneven is None:
+        return ranked
+    began = time.perf_counter()
+    freed = _free_borders(best, rule, limits)
+    counters.segments_time += time.perf_counter() - began
+    if freed is None:
+        return ranked
+    parts = candidate_segments(setting.graph, rule.segments)
+    segments = numbered(freed.groups[part] for part in parts)
+    graph = replace(setting.graph, segment_of=segments)
+    start = {row: per_device(own.tolist(), best.costs.kinds) for row, own in freed.shares.items()}
+    began = time.perf_counter()
+    theory = derive(graph, best.mesh)
+    counters.theory_time += time.perf_counter() - began
+    began = time.perf_counter()
+    try:
+        told = Teller(setting.progress, counters.search, best.mesh.name, 1, 1, best.cost)
+        found = Alternation(replace(setting, graph=graph, start=start, old=None), theory, counters, told).candidates(best.cost)
+    except (InsufficientMemoryError, PlanError):
+        found = []  # what fits with one row is known
+    counters.search_time += time.perf_counter() - began
+    return sorted([*ranked, *(_ranked(found, [], counters) if found else ())], key=lambda c: c.time)
+
+
+def _free_borders(best: Candidate, rule: Restriction, limits: Sequence[float]) -> Freed | None:
+    """The borders of a candidate's program that pay, by the linear program. limits: bytes per kind for sums."""
+    parts = candidate_segments(best.theory.graph, rule.segments)
+    if len(set(parts)) < 2:
+        return None
+    untied = Untied(best.program, best.storage_of, best.costs, parts)
+    shares = {row: np.array([max(own[c] for c in kind) for kind in best.costs.kinds]) for row, own in best.shares.items()}
+    # on several axes a search costs more
+    worth = WORTH if len(best.mesh.axes) == 1 else 4 * WORTH
+    capacity, consecutive = np.asarray(limits), list(parts) == sorted(parts)
+    return free_borders(untied, best.costs.sizes, capacity, shares, rule.most_segments, consecutive, worth)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------------------------------------
@@ -192,11 +240,17 @@ def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | N
     blocks = replace(setting, graph=with_blocks(setting.graph)) if remat != "none" and setting.graph.mode == "train" else setting
     if remat != "blocks" or blocks.graph is setting.graph:
         try:
-            return setting, plan_spmd(setting, counters, meshes)[0]
+            return _chosen(setting, counters, meshes)
         except InsufficientMemoryError:
             if blocks.graph is setting.graph:
                 raise
-    return blocks, plan_spmd(blocks, counters, meshes)[0]
+    return _chosen(blocks, counters, meshes)
+
+
+def _chosen(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None) -> tuple[Setting, Candidate]:
+    """The best candidate, and its setting: with the segments that it has."""
+    best = plan_spmd(setting, counters, meshes)[0]
+    return replace(setting, graph=best.theory.graph), best
 
 
 def fits_somehow(setting: Setting) -> InsufficientMemoryError | None:
@@ -250,6 +304,7 @@ def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     """The plan with a further program (another batch size, or evaluation): parameters stay where they are, in the lengths they have."""
     assert len(plan.stages) == 1, "one stage"
     graph = discover(graph)
+    graph = replace(graph, segment_of=carried(plan.graphs[plan.first], graph))
     stage = plan.stages[0]
     given = {name: storage.copies[0].placement for storage in plan.storage for name in (storage.name,)}
     kept = {s.cut for p in given.values() for s in p.states if hasattr(s, "cut")}

@@ -12,6 +12,7 @@ from hapx.errors import HapError
 
 Remat = Literal["auto", "none", "blocks"]
 REMAT: tuple[Remat, ...] = get_args(Remat)
+MOST_SEGMENTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,9 @@ class Restriction:
         sfb: "auto", "never", or "always" (wherever it is legal).
         remat: "none": activations are kept as the model says; "blocks": repeated blocks are computed again in backward; "auto": that, where
             nothing fits into memory otherwise.
+        segments: parts of the model with ratios of their own, where that pays. "auto": the planner finds them, four at most; "none" or 1: the whole
+            model has one compute row and one storage row; a number: at most so many; module paths: each is a part, what is under none of them belongs
+            to the part before it. Only balanced ratios have segments.
         max_stages: see the planner.
     """
 
@@ -39,7 +43,17 @@ class Restriction:
     forms: frozenset[str] = field(default_factory=lambda: frozenset({"padded", "grouped", "point_to_point"}))
     sfb: Literal["auto", "never", "always"] = "auto"
     remat: Remat = "auto"
+    segments: Literal["auto", "none"] | int | tuple[str, ...] = "auto"
     max_stages: int = 1
+
+    @property
+    def most_segments(self) -> int:
+        """How many segments a plan may have."""
+        if self.ratios != "balanced" or self.segments == "none":
+            return 1
+        if isinstance(self.segments, tuple):
+            return max(1, len(self.segments) + 1)
+        return MOST_SEGMENTS if self.segments == "auto" else int(self.segments)
 
 
 AUTO = Restriction()

@@ -67,7 +67,8 @@ class Sharded:
         blocks = f"{self.outer}x" if self.outer > 1 else ""
         grain = f"x{self.inner}" if self.inner > 1 else ""
         star = "*" if self.cut.row.kind == "storage" else ""
-        return f"S{self.dim}[{blocks}{self.cut.units}{grain}]{star}"
+        segment = f".{self.cut.row.segment}" if self.cut.row.segment else ""
+        return f"S{self.dim}[{blocks}{self.cut.units}{grain}]{star}{segment}"
 
     def same_split(self, other: Sharded) -> bool:
         """Whether both split the same factor of the same dim (possibly along different axes)."""
@@ -108,6 +109,12 @@ class Property:
 
     def __str__(self) -> str:
         return f"{self.tensor}:{self.placement}"
+
+
+def is_recut(source: State, target: State) -> bool:
+    """Whether a conversion leaves the split of a dim as it is and changes only how much of it each device has (another ratio row)."""
+    both = isinstance(source, Sharded) and isinstance(target, Sharded) and source.same_split(target)
+    return both and source != target
 
 
 def dual(state: State) -> State:

@@ -18,6 +18,7 @@ from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks, without_blocks
 from hapx.errors import HapError, PlanError
+from hapx.graph.borders import candidate_segments, carried, is_coarser
 from hapx.graph.segments import find_blocks, graph_hash
 from hapx.ir import FLOATING, Graph, Kind, TorchConst
 from hapx.lower import Candidate, memory, work_shares
@@ -76,7 +77,8 @@ def _verify_frame(plan: Plan) -> None:
     if stage.devices != stage.mesh.devices:
         raise PlanError(f"devices {stage.devices} are not those of its mesh, {stage.mesh.devices}", where="stage 0")
     used = {cut.row for lengths in stage.lengths.values() for cut in lengths}
-    chosen = {stage.mesh.row(stage.mesh.uneven)} if stage.mesh.uneven is not None else set()
+    segments = range(plan.graphs[plan.first].segments)
+    chosen = {stage.mesh.row(stage.mesh.uneven, segment=s) for s in segments} if stage.mesh.uneven is not None else set()
     if not used <= set(stage.shares) <= used | chosen:
         raise PlanError(f"ratios of rows {', '.join(map(str, stage.shares))}", where="stage 0", allowed=", ".join(map(str, used | chosen)))
     for row, shares in stage.shares.items():
@@ -126,10 +128,22 @@ def _verify_graph(plan: Plan, key: ProgramKey, graph: Graph) -> None:
         raise PlanError(f"under autocast {key.autocast}, but no part of the graph is", where=where)
     _verify_tensors(graph, where)
     verify_probed(graph, where)
-    count = len(graph.nodes)
     _verify_regions(graph, where)
-    if graph.segment_of != (0,) * count or graph.block_of != find_blocks(graph.nodes, graph.refs):
+    if graph.block_of != find_blocks(graph.nodes, graph.refs) or len(graph.segment_of) != len(graph.nodes):
         raise PlanError("the segments or repeated blocks are not those of its nodes", where=where)
+    _verify_segments(plan, key, graph, where)
+
+
+def _verify_segments(plan: Plan, key: ProgramKey, graph: Graph, where: str) -> None:
+    """The first program's segments are parts of the model, several of them where the restriction allows it; those of the others follow."""
+    rule = plan.restriction
+    if key != plan.first:
+        if graph.segment_of != carried(plan.graphs[plan.first], graph):
+            raise PlanError("the segments are not those of the first program", where=where)
+        return
+    parts = candidate_segments(graph, rule.segments if rule.most_segments > 1 else 1)
+    if not is_coarser(graph.segment_of, parts) or graph.segments > rule.most_segments:
+        raise PlanError("the segments are not made of parts of the model", where=where, allowed=f"up to {rule.most_segments}, of the parts {parts}")
 
 
 def _verify_regions(graph: Graph, where: str) -> None:

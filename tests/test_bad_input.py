@@ -40,6 +40,7 @@ from support.equivalence import assert_equivalent
 from support.models import CNN, GPT, MLP
 from support.mutations import changes
 from support.pool import RankError, pool
+from support.unlike import TwoParts, unlike
 
 WIDTHS = (6, 8, 3)
 BATCH = 8
@@ -94,11 +95,13 @@ def essence(value: Any) -> Any:
 
 
 def sample(name: str) -> tuple[Callable[[], Any], int, Plan]:
-    """(model, batch, plan): shards and an evaluation program, composites and collectives in forms, two axes."""
+    """(model, batch, plan): shards and an evaluation program, composites and collectives in forms, two axes, two segments."""
     if name == "mlp":
         factory, cluster, batch, rule = model, TWO_MACHINES, 32, Restriction("m", mesh="two-level", ratios=(3.0, 1.0))
     elif name == "gpt":
         factory, cluster, batch, rule = partial(GPT, 13, 8, 2, 1, 4), FOUR, 7, Restriction("g", mesh="flat", storage="sharded", ratios="speed")  # type: ignore[assignment]
+    elif name == "parts":
+        factory, cluster, batch, rule = TwoParts, unlike(["counter", "mover"]), 96, Restriction("p", segments=2)  # type: ignore[assignment]
     else:
         factory, cluster, batch, rule = CNN, FOUR, 7, Restriction("c", mesh="flat", split="model", ratios=(5.0, 2.0, 1.0, 0.0))  # type: ignore[assignment]
     module = factory()
@@ -135,7 +138,7 @@ def other_plans(name: str, count: int, seed: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn", "parts"])
 def test_changed_plans_are_refused(name: str) -> None:
     found = other_plans(name, 150, seed=ord(name[0]))
     print(found)
@@ -145,7 +148,7 @@ def test_changed_plans_are_refused(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn", "parts"])
 def test_many_changed_plans_are_refused(name: str, seed: int) -> None:
     found = other_plans(name, 600, seed)
     print(found)

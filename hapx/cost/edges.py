@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from hapx.cost.terms import Shares
 from hapx.ir import TensorRef
-from hapx.plan import Form
-from hapx.states import REPLICATED, Placement, Sharded
+from hapx.plan import Communication, Form
+from hapx.states import REPLICATED, Placement, Sharded, is_recut
 
 if TYPE_CHECKING:
-    from hapx.cost.model import CostModel
+    from hapx.cost.model import CommunicationCost, CostModel
 
 Array = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -70,6 +70,8 @@ class EdgePrices:
         for number, edge in enumerate(edges):
             self._row(number, edge, fractions, rows)
         self.parts = [_part(axis, name, found) for (axis, name), found in rows.items()]
+        # what is cut again moves by the difference of two shares: such edges are few, each is priced by its own terms
+        self.recuts = [(number, self._events(edge)) for number, edge in enumerate(edges) if _is_recut(edge)]
         self._affine(list(fractions))
 
     def at(self, shares: Shares, forward: Array, backward: Array) -> Array:
@@ -82,7 +84,16 @@ class EdgePrices:
         for part in self.parts:
             first, second = fractions[part.first] * part.bytes[:, None], fractions[part.second] * part.bytes[:, None]
             prices[part.edges] = self._priced(part, first, second, forward, backward)
+        for number, events in self.recuts:
+            for event in events:
+                value, weights = event.term.at(shares), forward if event.direction == "forward" else backward
+                prices[number] += value.max() if event.cuts else weights @ value
         return prices
+
+    def _events(self, edge: Edge) -> tuple[CommunicationCost, ...]:
+        source, target = edge.before.states[edge.axis], edge.after.states[edge.axis]
+        step = Communication(edge.axis, source, target, Form.NONE, edge.ref.requires_grad)
+        return self.costs.conversion(edge.ref, (step,), edge.after).communication
 
     def _priced(self, part: Part, first: Array, second: Array, forward: Array, backward: Array) -> Array:
         links, found = self.costs.links[part.axis], []
@@ -100,6 +111,8 @@ class EdgePrices:
     def _row(self, number: int, edge: Edge, fractions: dict[Placement, int], rows: dict[tuple[int, str], list[tuple[Any, ...]]]) -> None:
         """What an edge needs to be priced, added to `rows`; nothing where nothing moves."""
         ref, axis, before, after, _ = edge
+        if _is_recut(edge):
+            return
         source, target = before.states[axis], after.states[axis]
         runs = min((self.costs.collectives(ref, source, target, free) for free in edge.free), key=len)
         if not runs:
@@ -131,6 +144,10 @@ class EdgePrices:
         self._const = np.array([piece.const for piece in pieces]).reshape(-1, kinds)
         self._slope = np.array([piece.slopes[0][1] if piece.slopes else (0.0,) * kinds for piece in pieces]).reshape(-1, kinds)
         self._cut = np.array([place[piece.slopes[0][0]] if piece.slopes else len(self._cuts) for piece in pieces], dtype=np.int64)
+
+
+def _is_recut(edge: Edge) -> bool:
+    return is_recut(edge.before.states[edge.axis], edge.after.states[edge.axis])
 
 
 def _part(axis: int, name: str, rows: list[tuple[Any, ...]]) -> Part:

@@ -27,13 +27,14 @@ from hapx.cost.compute import Work, hidden, is_view, work
 from hapx.cost.edges import Edge, EdgePrices
 from hapx.cost.memory import UPDATE_PASSES
 from hapx.cost.network import AxisLinks, Network
+from hapx.cost.recut import moved
 from hapx.cost.terms import Piece, Term, Vector, maximum
 from hapx.cost.view import View
 from hapx.errors import HapError
 from hapx.ir import Graph, Kind, Node, OpCall, Ref, TensorRef
-from hapx.layout import Lengths
+from hapx.layout import Lengths, followers
 from hapx.plan import Axes, Communication, Form, Triple
-from hapx.states import REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded, State
+from hapx.states import REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded, State, is_recut
 from hapx.theory.factors import gathered as gathered_factor
 from hapx.theory.triple import Theory
 from hapx.transposes import backward_collective, forward_collective
@@ -332,10 +333,24 @@ class CostModel:
         links, whole = self.links[step.axis], self._part(_whole_on(after, (step.axis,)), float(ref.bytes))
         if name == "all_reduce":
             return links.all_reduce(whole)
+        if is_recut(step.source, step.target):
+            return self._recut(ref, before, after, step.axis)
         if name == "all_to_all":
             return links.all_to_all(self._part(before, float(ref.bytes)), self._part(after, float(ref.bytes)))
         shard = before if isinstance(step.source, Sharded) else after
         return links.all_gather(step.form, self._part(shard, float(ref.bytes)), whole)
+
+    def _recut(self, ref: TensorRef, before: Placement, after: Placement, axis: int) -> Term | None:
+        """An exchange along the axis and those that divide anew what it cuts anew: inside of these, everything may change places."""
+        inner = followers(before, axis)
+        links, size = self.links[axis], (float(ref.bytes),) * len(self.kinds)
+        term = links.all_to_all(*(p.scaled(size) for p in moved(self.view, before, after, axis)))
+        if term is None or not inner:
+            return term
+        inside = self.links[inner[0]].all_to_all(*(self._part(p, float(ref.bytes)) for p in (before, after)))
+        # as many messages to every device of the other groups, and those inside
+        more = links.messages((links.size - 1) * (self.links[inner[0]].size - 1))
+        return term if inside is None else maximum([*(p + more for p in term.pieces), *inside.pieces])
 
     def _in_bucket(self, ref: TensorRef, step: Communication, after: Placement) -> Term:
         """A parameter's part of the all_reduce of a bucket of gradients: its volume, and its part of the bucket's latency. Where an axis further

@@ -10,6 +10,7 @@ tensor that is whole along it, s_j N of it with device j, one message of latency
     all_gather, point_to_point  max over devices and links of what leaves and what enters, + (m-1) a
     reduce_scatter              the same, with the directions exchanged
     all_to_all                  max over devices and links of what leaves and what enters, own part not subtracted (it is bilinear), + (m-1) a
+    re-cut                      the same, of what moves (`hapx.cost.recut`)
 
 Bandwidth: a group inside one machine has that machine's link. A ring over several machines crosses each machine's network card once in each
 direction, however many devices of a machine it has: its bandwidth is the slowest card's, divided by the number of groups of this axis that
@@ -53,9 +54,13 @@ class AxisLinks:
         """`shard`, `whole`: bytes on a device of each kind before and after. A reduce_scatter costs the same."""
         return self._term(self.pieces("all_gather", form), shard, whole)
 
-    def all_to_all(self, before: Piece, after: Piece) -> Term | None:
-        """`before`, `after`: bytes on a device of each kind."""
-        return self._term(self.pieces("all_to_all"), before, after)
+    def all_to_all(self, *parts: Piece) -> Term | None:
+        """`parts`: bytes on a device of each kind before and after, or whatever bounds what it sends and receives."""
+        if self.size == 1:
+            return None
+        (first, _, last), *rest = self.pieces("all_to_all")
+        factors = [first, *(a for a, _, _ in rest if any(a))]
+        return maximum(p.scaled(f) + Piece(last) for f in factors for p in parts)
 
     def pieces(self, collective: str, form: Form = Form.PADDED) -> list[Weights]:
         """The time of a collective as the maximum of pieces a x first + b x second + c, one number per kind each. first and second are bytes on a
@@ -94,6 +99,10 @@ class AxisLinks:
     @property
     def rounds(self) -> int:
         return ceil(log2(self.size))
+
+    def messages(self, count: int) -> Piece:
+        """The time of so many messages one after another."""
+        return Piece(self._messages(count))
 
     def _messages(self, count: int) -> tuple[float, ...]:
         return tuple(count * a for a in self.latency)

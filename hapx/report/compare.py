@@ -24,7 +24,7 @@ def compare_table(plans: Mapping[str, Plan]) -> str:
         split = time_split(plan)
         speedup = f"{slowest / plan.iteration_time:.2f}x" if plan.iteration_time else "-"
         table.add_row(
-            name, plan.restriction.name, plan.stages[0].mesh.name, time_text(plan.iteration_time), time_text(split.compute),
+            name, plan.restriction.name, _mesh(plan), time_text(plan.iteration_time), time_text(split.compute),
             time_text(split.communication), time_text(split.synchronisation), speedup, size_text(max(plan.memory)), shares_text(plan.shares),
         )  # fmt: skip
     lines = [render(table)]
@@ -32,3 +32,9 @@ def compare_table(plans: Mapping[str, Plan]) -> str:
     if len(clusters) > 1 or len({p.graphs[p.first].hash for p in plans.values()}) > 1:
         lines.append(f"note: these plans are not of one model on one cluster ({', '.join(clusters)})")
     return "\n\n".join(lines)
+
+
+def _mesh(plan: Plan) -> str:
+    """The view, and how many segments have ratios of their own."""
+    name, segments = plan.stages[0].mesh.name, plan.graphs[plan.first].segments
+    return f"{name}, {segments} segments" if segments > 1 else name

@@ -80,8 +80,8 @@ class RecordingLinks(AxisLinks):
     def all_gather(self, form: Form, shard: Piece, whole: Piece) -> Term | None:
         return self._tell(super().all_gather(form, shard, whole), Moved("all_gather", form, whole))
 
-    def all_to_all(self, before: Piece, after: Piece) -> Term | None:
-        return self._tell(super().all_to_all(before, after), Moved("all_to_all", Form.NONE, before))
+    def all_to_all(self, *parts: Piece) -> Term | None:
+        return self._tell(super().all_to_all(*parts), Moved("all_to_all", Form.NONE, parts[0]))
 
     def _tell(self, term: Term | None, moved: Moved) -> Term | None:
         if term is not None:

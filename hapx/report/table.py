@@ -16,6 +16,7 @@ from hapx.plan import Plan, Stage
 from hapx.report.layers import layers
 from hapx.report.render import new_table, render
 from hapx.report.search import proven_lines
+from hapx.report.segments import rows_table
 from hapx.report.split import time_split
 from hapx.report.words import Vocabulary, ranges_text, share_text, size_text, time_text
 from hapx.states import Property, Sharded
@@ -25,8 +26,8 @@ def plan_table(plan: Plan, against: Plan | None = None) -> str:
     """The plan as text. `against`: a plan of the same model on the same cluster (an even split, say) whose time is shown for comparison."""
     if len(plan.stages) != 1:
         return stages_text(plan)
-    sections = [title(plan), devices_table(plan), _layers(plan), times_text(plan, against)]
-    return "\n\n".join(sections)
+    sections = [title(plan), devices_table(plan), rows_table(plan), _layers(plan), times_text(plan, against)]
+    return "\n\n".join(filter(None, sections))
 
 
 def title(plan: Plan) -> str:
@@ -142,7 +143,8 @@ def times_text(plan: Plan, against: Plan | None = None) -> str:
         known = [f"{name} {time_text(t)}" for name, t in baselines.items() if isinstance(t, int | float)]
         lines.append(f"baselines: {', '.join(known)}")
     lines += [*coverage_lines(plan.statistics.get("coverage")), *proven_lines(plan)]
-    spent = {name.removesuffix("_time"): t for name, t in plan.statistics.items() if name.endswith("_time") and isinstance(t, int | float)}
+    told = {name: plan.statistics.get(f"{name}_time") for name in ("capture", "theory", "search", "simulation")}
+    spent = {name: t for name, t in told.items() if isinstance(t, int | float)}
     if spent:
         lines.append(f"planning took: {', '.join(f'{name} {time_text(t)}' for name, t in spent.items())}")
     return "\n".join(lines)

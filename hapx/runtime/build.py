@@ -30,6 +30,7 @@ from hapx.collectives.freed import cast_again
 from hapx.collectives.rng import Rng
 from hapx.errors import PlanError
 from hapx.ir import CONVOLUTIONS, Graph, Kind, OpCall, TensorRef
+from hapx.layout import Block
 from hapx.plan import Communication, Instruction, Plan, ProgramKey, Triple
 from hapx.runtime.calls import Arguments, Composite, fill_all, find_operator, returns_several
 from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example, kept_operands
@@ -38,7 +39,7 @@ from hapx.runtime.local import Communicators, Position
 from hapx.runtime.names import Names, identifier
 from hapx.runtime.recompute import Recomputed
 from hapx.runtime.scope import Scope, region_runs
-from hapx.states import Invariant, Placement, Property, Replicated
+from hapx.states import Invariant, Placement, Property, Replicated, is_recut
 from hapx.transposes import TRANSPOSES
 
 # kernels that end the process on some empty tensors instead of refusing them (attention over no heads in half precision, torch 2.11)
@@ -231,13 +232,19 @@ class _Builder:
             after = at.with_state(c.axis, c.target)
             forward, backward = TRANSPOSES[type(c.source), type(c.target)]
             if forward != "none" or (c.gradient and backward != "none"):
-                blocks = self.position.block(at, c.axis), self.position.block(after, c.axis)
+                axes, *blocks = self._moved(at, after, c)
                 summed = self.gradient_dtype if ref.kind is Kind.PARAMETER else None
-                module = Conversion(c, self.communicators[(c.axis,)], *blocks, ref.name, summed)
+                module = Conversion(c, self.communicators[axes], *blocks, ref.name, summed)
                 verb = forward if forward != "none" else f"backward_{backward}"
                 node = self._submodule(f"{verb}_{identifier(ref.name)}", module, node)
             at = after
         self.scope.made[target] = node
+
+    def _moved(self, before: Placement, after: Placement, c: Communication) -> tuple[tuple[int, ...], Block | None, Block | None]:
+        """The axes of a communication, and how they cut the tensor before and after."""
+        if is_recut(c.source, c.target):
+            return self.position.recut(before, after, c.axis)
+        return (c.axis,), self.position.block(before, c.axis), self.position.block(after, c.axis)
 
     def _enter(self, ref: TensorRef, axes: tuple[int, ...], stored: Property) -> fx.Node:
         """The parameter in the synchroniser: a node of the program, outside of all regions."""

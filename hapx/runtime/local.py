@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hapx.collectives.blocks import gather_shards
 from hapx.collectives.communicator import Communicator
-from hapx.layout import Block, Lengths, block, local_indices, local_shape
+from hapx.layout import Block, Lengths, block, followers, joint_block, local_indices, local_shape
 from hapx.plan import Form, Mesh, ProgramKey, Stage
 from hapx.states import REPLICATED, Placement, Sharded
 
@@ -54,6 +54,12 @@ class Position:
         if not isinstance(placement.states[axis], Sharded):
             return None
         return block(placement, axis, self.mesh.sizes, self.lengths, self.coordinates)
+
+    def recut(self, before: Placement, after: Placement, axis: int) -> tuple[tuple[int, ...], Block, Block]:
+        """The axes along which a re-cut of `axis` moves data, and the cuts of all of them together."""
+        axes = (axis, *followers(before, axis))
+        cuts = (joint_block(p, axes, self.mesh.sizes, self.lengths, self.coordinates) for p in (before, after))
+        return axes, *cuts
 
     def take(self, whole: Tensor, placement: Placement) -> Tensor:
         """The local piece of a whole tensor: a new tensor, or `whole` itself where nothing is cut."""

@@ -60,9 +60,10 @@ def solve(problem: Problem, shares: Shares, limits: Vector | None, key: ProgramK
 
 
 def attempt(
-    problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None
+    problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None, exact: bool = True
 ) -> tuple[Solution | None, tuple[Solution, ...]]:
-    """As `solve`, with what other ratios may make fit where memory binds: the cheapest program, and the one of least memory if nothing was found."""
+    """As `solve`, with what other ratios may make fit where memory binds: the cheapest program, and the one of least memory if nothing was found.
+    exact: small problems where memory binds are searched to the end; otherwise only with prices of memory."""
     statistics = Statistics()
     domain = Synthesis(problem, shares, None)
     best = _search(domain, statistics)
@@ -72,7 +73,7 @@ def attempt(
     cheapest = solution(problem, best, best.estimate, key, statistics)
     if limits is None or all(map(le, best.memory, limits)):
         return cheapest, ()
-    found = _limited(problem, shares, limits, key, best, prices, statistics)
+    found = _limited(problem, shares, limits, key, best, prices, statistics, exact)
     if found is not None:
         return found, (cheapest,)
     # whatever fits is slow, if anything does
@@ -86,7 +87,7 @@ def attempt(
 
 
 def _limited(
-    problem: Problem, shares: Shares, limits: Vector, key: ProgramKey, cheapest: State, prices: Vector | None, statistics: Statistics
+    problem: Problem, shares: Shares, limits: Vector, key: ProgramKey, cheapest: State, prices: Vector | None, statistics: Statistics, exact: bool
 ) -> Solution | None:
     """The cheapest program that fits, None where none was found; `cheapest` does not fit."""
 
@@ -97,9 +98,9 @@ def _limited(
         statistics.add(own)
         return found, gap
 
-    found = fitting(priced, cheapest, limits, WITHIN_LIMITS if len(problem.steps) > EXACT else 0.0, prices)
+    found = fitting(priced, cheapest, limits, WITHIN_LIMITS if len(problem.steps) > EXACT or not exact else 0.0, prices)
     best, cost = found.best, found.cost
-    if len(problem.steps) <= EXACT:
+    if exact and len(problem.steps) <= EXACT:
         if best is not None:  # as an incumbent: with its seconds alone
             best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, best.parent, best.move)
         domain = Synthesis(problem, shares, limits, prices=found.prices)

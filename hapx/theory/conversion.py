@@ -7,6 +7,9 @@ not enter or leave that state while the inner one splits it (the pieces would co
 A direct path changes each axis at most once. On two levels, what the outer axis does to a tensor that is whole or Partial along the inner one
 is done by every device of the inner axis, over the same link between machines. A path through shards cuts the tensor along the inner axis first
 and puts it together last, so that the link carries it once:  reduce_scatter inside, all_reduce between machines, all_gather inside.
+
+A *re-cut* leads from one ratio row to another: the same dim in the same units, in other lengths. Data moves between all devices of the axis and
+of those inside that split the same factor.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from functools import cache
 from itertools import permutations, product
 
 from hapx.ir import FLOATING, Kind, TensorRef
-from hapx.layout import compatible
+from hapx.layout import compatible, followers
 from hapx.plan import Communication, Form, Mesh
-from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded, State
+from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded, State, is_recut
 from hapx.transposes import backward_collective, forward_collective
 
 Path = tuple[Communication, ...]
@@ -162,7 +165,9 @@ def _for_keeping(state: Sharded) -> bool:
 
 
 def _legal(before: Placement, after: Placement, axis: int) -> bool:
-    """Whether `axis` may change: no axis further inside splits the same factor, and the result nests."""
+    """Whether `axis` may change: no axis further inside splits the same factor, or all of them do before and after; and the result nests."""
+    if is_recut(before.states[axis], after.states[axis]):
+        return all(a > axis for a in followers(before, axis)) and compatible(after.states)
     order = before.order()
     for state in (before.states[axis], after.states[axis]):
         if isinstance(state, Sharded):

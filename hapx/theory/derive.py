@@ -1,8 +1,9 @@
 """Derivation of the background theory: all Hoare triples of a graph on a mesh (HAP section 4.1, lifted to several axes).
 
-In: a Graph and a Mesh. Out: a Theory. For one axis the triples of a node are its entry's rules with every site given its cut;
-they hold on each axis independently, so the triples on a mesh are the combinations whose placements exist (splits of one dim
-nest). Free conversions and communications are not listed: see `hapx.theory.conversion`.
+In: a Graph and a Mesh. Out: a Theory. For one axis the triples of a node are its entry's rules with every site given its cut, in the
+ratio row of the node's segment (a tensor that another segment uses is cut again for it, by a conversion); they hold on each axis
+independently, so the triples on a mesh are the combinations whose placements exist (splits of one dim nest). Free conversions and
+communications are not listed: see `hapx.theory.conversion`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import product
 from hapx.ir import Graph, Kind, Node, OpCall, TensorRef
 from hapx.layout import compatible
 from hapx.plan import Mesh, Triple
-from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Placement, Property, Sharded, State
+from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Placement, Property, Row, Sharded, State
 from hapx.theory.discover import refuse
 from hapx.theory.factors import in_all_forms
 from hapx.theory.grains import Grains, find_grains, node_key, operands
@@ -47,7 +48,7 @@ def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None) -> Theory:
     check_operators(graph)
     derivation = _Derivation(graph, mesh, grains)
     triples, alike = zip(*(derivation.triples(i) for i in range(len(graph.nodes))), strict=True) if graph.nodes else ((), ())
-    stored = {r.name: _stored(r, mesh, grains) for kind in (Kind.PARAMETER, Kind.BUFFER) for r in graph.of_kind(kind)}
+    stored = {r.name: _stored(r, mesh, grains, graph.segments_of[r.name]) for kind in (Kind.PARAMETER, Kind.BUFFER) for r in graph.of_kind(kind)}
     batch = batch_cuts(graph, mesh, grains)
     outputs = {o.tensor: _allowed(graph, mesh, batch, o.tensor, o.role) for o in graph.outputs}
     return Theory(graph, mesh, triples, stored, outputs, batch, alike)
@@ -111,11 +112,11 @@ class _Derivation:
         return tuple(found), number
 
     def _key(self, index: int, tensors: tuple[TensorRef, ...]) -> object:
-        """Equal for nodes with equal shapes: the same rules, cut into the same units."""
+        """Equal for nodes with equal shapes: the same rules, cut into the same units of one segment's rows."""
         node, rules = self.graph.nodes[index], self.grains.rules[index]
         everything = (*tensors, *node.outputs)
         units = tuple(_units(self.grains, everything, rule) for rule in rules)
-        return node_key(node), tuple((t.shape, t.dtype, t.requires_grad) for t in everything), rules, units
+        return node_key(node), self.graph.segment_of[index], tuple((t.shape, t.dtype, t.requires_grad) for t in everything), rules, units
 
     def _shapes(self, index: int, tensors: tuple[TensorRef, ...]) -> tuple[Shape, ...]:
         node = self.graph.nodes[index]
@@ -152,7 +153,7 @@ def _axis_rules(graph: Graph, mesh: Mesh, grains: Grains, index: int, axis: int)
     everything = (*tensors, *node.outputs)
     found = {}
     for rule in grains.rules[index]:
-        cut = _cut(mesh, grains, everything, rule, axis)
+        cut = _cut(mesh.row(axis, segment=graph.segment_of[index]), grains, everything, rule)
         if cut is not None and cut.units == 1:
             continue
         states = tuple(_state(s, r, cut) for s, r in zip((*rule.operands, *rule.outputs), everything, strict=True))
@@ -160,9 +161,9 @@ def _axis_rules(graph: Graph, mesh: Mesh, grains: Grains, index: int, axis: int)
     return tuple(found.values())
 
 
-def _cut(mesh: Mesh, grains: Grains, tensors: tuple[TensorRef, ...], rule: Rule, axis: int) -> Cut | None:
+def _cut(row: Row, grains: Grains, tensors: tuple[TensorRef, ...], rule: Rule) -> Cut | None:
     units = _units(grains, tensors, rule)
-    return Cut(mesh.row(axis), units) if units else None
+    return Cut(row, units) if units else None
 
 
 def _units(grains: Grains, tensors: tuple[TensorRef, ...], rule: Rule) -> int:
@@ -182,22 +183,22 @@ def _state(slot: object, ref: TensorRef, cut: Cut | None) -> State:
     return slot  # type: ignore[return-value]
 
 
-def _stored(ref: TensorRef, mesh: Mesh, grains: Grains) -> tuple[Placement, ...]:
+def _stored(ref: TensorRef, mesh: Mesh, grains: Grains, segments: tuple[int, ...]) -> tuple[Placement, ...]:
     """Placements in which a parameter or buffer may be kept: whole, or in shards of any of its sites, on each axis.
 
-    A shard is either cut as a computation uses it (compute rows) or only for keeping (storage rows; dim 0 or the first dim
-    with enough units)."""
+    A shard is either cut as a computation uses it (compute rows of the `segments` that use it) or only for keeping (the storage row of
+    the first of them; dim 0 or the first dim with enough units)."""
     keep: State = INVARIANT if ref.requires_grad else REPLICATED
     per_axis: list[list[State]] = []
     for axis, size in enumerate(mesh.sizes):
         options: dict[State, None] = {keep: None}
         for site, units in grains.sites_of.get(ref.name, ()):
             if units > 1:
-                cut = Cut(mesh.row(axis), units)
-                options[Sharded(site.dim, site.outer, ref.shape[site.dim] // (site.outer * units), cut)] = None
+                for row in _rows(mesh, axis, segments):
+                    options[Sharded(site.dim, site.outer, ref.shape[site.dim] // (site.outer * units), Cut(row, units))] = None
         for dim, extent in enumerate(ref.shape):
             if extent >= size > 1 and ref.kind is Kind.PARAMETER:
-                options[Sharded(dim, 1, 1, Cut(mesh.row(axis, "storage"), extent))] = None
+                options[Sharded(dim, 1, 1, Cut(mesh.row(axis, "storage", segments[0]), extent))] = None
                 break
         per_axis.append(list(options))
     return tuple(p for p in (Placement(states) for states in product(*per_axis)) if compatible(p.states))
@@ -205,14 +206,20 @@ def _stored(ref: TensorRef, mesh: Mesh, grains: Grains) -> tuple[Placement, ...]
 
 def batch_cuts(graph: Graph, mesh: Mesh, grains: Grains) -> frozenset[tuple[str, Sharded]]:
     """(tensor, state) pairs that split the batch."""
-    found = set()
+    found: set[tuple[str, Sharded]] = set()
     for (name, site), number in grains.classes.items():
         units = grains.units[name, site]
         if number in grains.batch and units > 1:
             ref = graph.refs[name]
-            for axis in range(len(mesh.axes)):
-                found.add((name, Sharded(site.dim, site.outer, ref.shape[site.dim] // (site.outer * units), Cut(mesh.row(axis), units))))
+            inner = ref.shape[site.dim] // (site.outer * units)
+            rows = [row for axis in range(len(mesh.axes)) for row in _rows(mesh, axis, graph.segments_of[name])]
+            found |= {(name, Sharded(site.dim, site.outer, inner, Cut(row, units))) for row in rows}
     return frozenset(found)
+
+
+def _rows(mesh: Mesh, axis: int, segments: tuple[int, ...]) -> tuple[Row, ...]:
+    """The compute rows of an axis in some segments."""
+    return tuple(dict.fromkeys(mesh.row(axis, segment=s) for s in segments))
 
 
 def _allowed(graph: Graph, mesh: Mesh, batch: frozenset[tuple[str, Sharded]], tensor: str, role: str) -> tuple[Placement, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hapx.ir import Kind, TensorRef
@@ -113,6 +115,19 @@ def test_the_other_nest_order() -> None:
 def test_cuts_of_different_dims_do_not_nest() -> None:
     columns = split(TWO, 1, 1, 6)
     assert orders(placed(OUTER, columns), placed(REPLICATED, REPLICATED)) == [(0, 1), (1, 0)]
+
+
+def test_a_re_cut_takes_the_axes_inside_along() -> None:
+    again = replace(OUTER, cut=replace(OUTER.cut, row=TWO.row(0, segment=1)))
+    nested, after = placed(OUTER, INNER), placed(again, INNER)
+    assert orders(nested, after) == [(0,)]
+    assert orders(nested, placed(again, REPLICATED)) == [(0, 1), (1, 0)]
+    assert orders(nested, placed(replace(again, outer=2, cut=replace(again.cut, units=4)), INNER)) == [], "cut in other units"
+    assert not free(X, nested, after)
+    (path,) = paths(X, TWO, nested, after, ALL_FORMS)
+    assert path[0].form is Form.NONE and step_is_legal(X, nested, path[0])
+    buffer = replace(X, mutated=True)
+    assert paths(buffer, TWO, nested, after, ALL_FORMS) == () and not step_is_legal(buffer, nested, path[0])
 
 
 def test_steps_that_are_not_legal() -> None:
