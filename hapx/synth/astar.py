@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 TOLERANCE = 1e-11
@@ -51,6 +52,9 @@ class Domain(Protocol[N]):
     def again(self, node: N, limit: float) -> list[N] | None:
         """What repeats what was done where things stood as they do here, if they did: the next partial solution or, where a whole round was the same,
         one after all rounds that are left; None where there is no such place."""
+
+    def leaps(self, node: N, limit: float) -> Iterable[N]:
+        """Of these only the latter: an answer is found sooner, so that less is above it."""
 
 
 @dataclass(slots=True)
@@ -166,7 +170,7 @@ def search(
         statistics.expansions += 1
         if watch is not None and statistics.expansions % EVERY == 0:
             watch(EVERY, estimate, best.estimate if best is not None else None)
-        for successor in domain.successors(node, limit):
+        for successor in chain(domain.successors(node, limit), domain.leaps(node, limit)):
             generated += 1
             if not fronts[successor.level].admit(successor):
                 statistics.dominated += 1

@@ -123,6 +123,21 @@ class Synthesis:
     def again(self, state: State, limit: float) -> list[State] | None:
         """One period after a state in which every value was available as its counterpart is here: the move that was made there, or all rounds that
         are left if the last one ended as it had begun."""
+        made = self._round(state)
+        if made is None:
+            return None
+        if self._repeats(state.level, len(made)):
+            return self._leap(state, made, limit)
+        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads, made[0].choice.index)
+        return list(self._follow(state, [m for m in moves if m[0] is made[0]], limit))
+
+    def leaps(self, state: State, limit: float) -> list[State]:
+        """After all rounds that are left, where the last one ended as it had begun."""
+        made = self._round(state)
+        return self._leap(state, made, limit) if made is not None and self._repeats(state.level, len(made)) else []
+
+    def _round(self, state: State) -> list[Move] | None:
+        """The moves of the last period, if every value was available before them as its counterpart is here."""
         period = self.repetition.before(state.level)
         pairs = self._pairs(state.level, period) if period else None
         if pairs is None:
@@ -133,16 +148,16 @@ class Synthesis:
                 return None
             made.append(then.move)
             then = then.parent
-        if any(state.place >> now & full != then.place >> before & full for now, before, full in pairs):
-            return None
-        times = self.repetition.rounds(state.level)
-        if times > 1 and all(self._pairs(state.level + i * period, period) is not None for i in range(1, times + 1)):
-            return self._leap(state, made[::-1], times, limit)
-        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads, made[-1].choice.index)
-        return list(self._follow(state, [m for m in moves if m[0] is made[-1]], limit))
+        same = all(state.place >> now & full == then.place >> before & full for now, before, full in pairs)
+        return made[::-1] if same else None
 
-    def _leap(self, state: State, made: list[Move], times: int, limit: float) -> list[State]:
-        """After `times` rounds of the moves that were made last."""
+    def _repeats(self, level: int, period: int) -> bool:
+        """Whether all rounds that are left (at least two) are alike."""
+        times = self.repetition.rounds(level)
+        return times > 1 and all(self._pairs(level + i * period, period) is not None for i in range(1, times + 1))
+
+    def _leap(self, state: State, made: list[Move], limit: float) -> list[State]:
+        times = self.repetition.rounds(state.level)
         effect = repeated(reduce(compose, (m.effect for m in made)), times)
         level, place = state.level, state.place
         for _ in range(times):

@@ -275,9 +275,9 @@ class Relaxation:
         return np.where(either, base - compute, base), Cuts(*cuts, np.where(either, compute, 0.0), pairs)
 
     def cutting(self, kind: StepClass) -> bool:
-        """Whether a choice of a class communicates itself, ending a phase."""
-        layout = self.grid.of_class(kind)
-        return self.moves.capacity is None and bool(layout.cuts_forward.any() or layout.cuts_backward.any())
+        """Whether a choice of a class communicates itself in forward, ending a phase. (Gathers of sufficient factors run backward; nearly every
+        product may have them, and they matter too little to pay for.)"""
+        return self.moves.capacity is None and bool(self.grid.of_class(kind).cuts_forward.any())
 
     def _first_use(self, table: TensorTable, once: bool) -> Array:
         """(target, weights) -> the least price of storing a parameter and having it in `target`."""

@@ -9,9 +9,9 @@ is least among all programs that fit, with the costs of its steps for the balanc
 Memory is first left out. If the program found then fits, it is the answer, because a relaxation's optimum that is feasible is optimal; otherwise
 memory gets a price (`hapx.synth.limited`), and in small problems the search is then made with memory as part of the state.
 
-How exact: programs of up to `EXACT` steps (`EXACT_FLAT` on meshes of one axis) are optimal, unless the search ends with its budget; larger ones are
-within `WITHIN` of the optimum, proven by the bound. A search that ends with its budget is followed by a wider beam. Where memory must be priced, the
-prices may leave a gap. `statistics.gap` says what was proven.
+How exact: programs of up to `EXACT` steps are optimal, those of up to `NEARLY` on one axis within `ALMOST` and larger ones within `WITHIN` of the
+optimum, proven by the bound, unless the search ends with its budget; then a wider beam follows. Where memory must be priced, the prices may leave a
+gap. `statistics.gap` says what was proven.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from hapx.theory.triple import Theory
 WIDTH = 4  # of the beam
 REMEMBERED = 2  # programs that the next search begins with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
-EXACT = 100  # steps up to which a problem on several axes is solved to the end
-EXACT_FLAT = 400  # and one on a single axis
+EXACT = 100  # steps up to which a problem is solved to the end
+NEARLY = 400  # and up to which one on a single axis is solved to a
+ALMOST = 1e-6  # relative distance from the optimum
 WIDE = (16, 4)  # width of the beam that follows where a search ends with its budget, on meshes of one axis and of several, and
 WIDEST = 256  # the same where memory binds in a problem of up to EXACT steps
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
@@ -181,7 +182,8 @@ def _widened(domain: Synthesis, statistics: Statistics, best: State | None, widt
 
 
 def _tolerance(problem: Problem) -> float:
-    return WITHIN if len(problem.steps) > (EXACT if len(problem.theory.mesh.axes) > 1 else EXACT_FLAT) else TOLERANCE
+    steps, flat = len(problem.steps), len(problem.theory.mesh.axes) == 1
+    return TOLERANCE if steps <= EXACT else ALMOST if flat and steps <= NEARLY else WITHIN
 
 
 def _stuck(problem: Problem) -> PlanError:

@@ -30,6 +30,9 @@ class Unbounded:
             s.estimate = s.cost if s.level < self.depth else s.estimate
             yield s
 
+    def leaps(self, state: State, limit: float) -> list[State]:
+        return []
+
     def dominates(self, a: State, b: State) -> bool:
         return self.domain.dominates(a, b)
 
