@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.budgets import cut_table
+from benchmarks.joint import joint_table
 from benchmarks.orders import order_table
 from benchmarks.whole_models import whole_models
 from benchmarks.whole_space import whole_space
@@ -76,6 +77,13 @@ the best one. Here are smaller budgets too, against the optimum of table 2. Sear
 budget of 0 gives a good one. On two axes, problems of more than 100 steps (BERT-MoE here) are solved to 0.1 %, not further.""",
         lambda options: cut_table(options.time_limit),
     ),
+    "5": Section(
+        "Joint quality: programs and ratios",
+        """Random small problems on two to four kinds of devices; in every fifth memory binds. What the alternation finds, against the best pair from
+a grid over all shares of device kinds and from random shares, with A* at every point and the linear program and further alternation after it
+(`benchmarks/joint.py`, which alone prints more).""",
+        lambda options: joint_table(options.cases),
+    ),
 }
 
 
@@ -84,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--graphs", type=int, default=300, help="random graphs per mesh in table 1")
     parser.add_argument("--orders", type=int, default=40, help="graphs per mesh, and orders of each at most, in table 3")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of the integer program per model")
+    parser.add_argument("--cases", type=int, default=200, help="problems in table 5")
     parser.add_argument("--only", default=",".join(SECTIONS), help="tables to make, such as 1,3")
     parser.add_argument("--write", type=Path, help="page to put the tables into")
     options = parser.parse_args(arguments)
