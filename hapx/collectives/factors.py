@@ -152,22 +152,22 @@ def addmm_sfb(
 
 @dataclass(frozen=True, slots=True)
 class _Convolution:
-    """`shape`: of the local result (kernels refuse weights without elements). `options`: of torch.convolution, behind the bias."""
+    """`shape`: of the local result (kernels refuse weights and images without elements). `options`: of torch.convolution, behind the bias."""
 
     shape: tuple[int, ...]
     options: tuple[Any, ...]
 
     def result(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if weight.numel():
+        if _something(x, weight):
             return torch.convolution(x, weight, bias, *self.options)
         zeros = x.new_zeros(self.shape)
         return zeros if bias is None else zeros + bias.reshape(-1, *[1] * (weight.dim() - 2))
 
     def of_input(self, cotangent: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return self._backward(cotangent, x, weight, 0) if weight.numel() else torch.zeros_like(x)
+        return self._backward(cotangent, x, weight, 0) if _something(x, weight) else torch.zeros_like(x)
 
     def of_weight(self, cotangent: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return self._backward(cotangent, x, weight, 1) if weight.numel() else torch.zeros_like(weight)
+        return self._backward(cotangent, x, weight, 1) if _something(x, weight) else torch.zeros_like(weight)
 
     def of_bias(self, cotangent: Tensor, bias: Tensor) -> Tensor:
         return cotangent.sum([d for d in range(cotangent.dim()) if d != 1])
@@ -176,6 +176,11 @@ class _Convolution:
         wanted = [which == 0, which == 1, False]
         gradient: Tensor = torch.ops.aten.convolution_backward(cotangent, x, weight, None, *self.options, wanted)[which]
         return gradient
+
+
+def _something(x: Tensor, weight: Tensor) -> bool:
+    """Whether there is a filter, and an image that it could pass over."""
+    return weight.numel() > 0 and 0 not in x.shape[1:]
 
 
 def convolution_sfb(

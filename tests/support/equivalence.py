@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,7 @@ from support.pool import pool
 ModelFactory = Callable[[], nn.Module]
 InputsFactory = Callable[[int], tuple[Tensor, ...] | Mapping[str, Tensor]]
 Mode = Literal["threads", "gloo"]
+MAKING = Lock()
 TOLERANCE = 1e-9
 
 
@@ -96,7 +98,9 @@ def train_rank(
 ) -> Trace:
     """On this rank of a plan. Single-device tensors are gathered for the trace."""
     rank = threads.rank if threads is not None else torch.distributed.get_rank()
-    executor = Executor(plan, rank, model_factory(), create_groups(plan.stages[0].mesh, threads))
+    with MAKING:  # threads share the generator that a model seeds and draws from
+        model = model_factory()
+    executor = Executor(plan, rank, model, create_groups(plan.stages[0].mesh, threads))
     steps_of = make_optimizer(optimizer, executor.module.parameters())
     trace = Trace()
     graph = plan.graphs[plan.first]
