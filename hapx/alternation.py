@@ -106,8 +106,9 @@ class Setting:
 class Alternation:
     """Q <- A*(B), B <- LP(Q) on one mesh."""
 
-    def __init__(self, setting: Setting, theory: Theory, counters: Counters, told: Teller):
-        self.setting, self.theory, self.counters, self.told = setting, theory, counters, told
+    def __init__(self, setting: Setting, theory: Theory, counters: Counters, told: Teller, best: Candidate | None = None):
+        """best: of the views before; on several axes its shares are where the alternation begins."""
+        self.setting, self.theory, self.counters, self.told, self.before = setting, theory, counters, told, best
         self.costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
         began = time.perf_counter()
         self.problem: Problem = build(theory, self.costs, setting.rule, setting.given, setting.forbidden)
@@ -193,11 +194,28 @@ class Alternation:
             return [self._explicit(ratios)]
         if self.setting.start is not None:
             return [self._by_kind(self.setting.start)]
+        if ratios == "balanced" and self.before is not None and len(self.theory.mesh.axes) > 1 and len(self.problem.steps) > FEW_STEPS:
+            return [self._as_before(self.before)]
         # on several axes a search costs more, and ratios that differ only between machines start nearer to the best
         single = np.allclose(even, speed) or (len(self.theory.mesh.axes) > 1 and len(self.problem.steps) > FEW_STEPS)
         both: list[Vector] = [speed] if single else [speed, even]
         chosen = [even] if ratios == "even" else [speed] if ratios == "speed" else both
         return [dict.fromkeys(self.rows, shares) for shares in chosen]
+
+    def _as_before(self, best: Candidate) -> dict[Row, Vector]:
+        """The shares of a candidate of another view, added up over the devices of each coordinate."""
+        mesh, found = self.theory.mesh, self._by_kind({})
+        for row in self.rows:
+            known = best.shares.get(best.mesh.row(best.mesh.uneven, row.kind)) if best.mesh.uneven is not None and row.kind != "even" else None
+            if known is None or best.mesh.uneven is None:
+                continue
+            inside = best.mesh.sizes[best.mesh.uneven]
+            of_device = {d: known[best.mesh.coordinates(d)[best.mesh.uneven]] * inside / len(best.mesh.devices) for d in best.mesh.devices}
+            at = [0.0] * mesh.sizes[row.axis]
+            for d in mesh.devices:
+                at[mesh.coordinates(d)[row.axis]] += of_device[d]
+            found[row] = np.array([sum(at[c] for c in kind) / len(kind) for kind in self.kinds])
+        return found
 
     def _explicit(self, shares: tuple[float, ...]) -> dict[Row, Vector]:
         n = sum(self.sizes)

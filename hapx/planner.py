@@ -120,7 +120,7 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
         began = time.perf_counter()
         outcome: dict[str, Any] = {"view": mesh.name}
         try:
-            alternation = alternations[mesh.name] = Alternation(setting, theory, counters, told)
+            alternation = alternations[mesh.name] = Alternation(setting, theory, counters, told, min(found, key=lambda c: c.cost, default=None))
             own = alternation.candidates(known)
             found += own
             old += [alternation.old] if alternation.old is not None else []
