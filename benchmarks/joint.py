@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -26,10 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.markdown import markdown
-from benchmarks.planning_cases import Case, case
+from benchmarks.planning_cases import case
 from hapx.alternation import Alternation, Counters
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
+from hapx.fitting import within
+from hapx.planner import plan_spmd
 from hapx.progress import Teller
 from hapx.states import Row
 from hapx.theory.derive import derive
@@ -59,23 +61,18 @@ def measure(seed: int) -> Result:
     problem, counters, infinite = case(seed), Counters(), float("inf")
     theory = derive(problem.graph, problem.mesh)
     began = time.process_time()
-    setting = replace(problem.setting, strict=True)  # what does not fit is no candidate
-    planned = Alternation(setting, theory, counters, _told(problem, counters))
-    own = min(c.cost for c in planned.candidates(infinite))
+    planned = plan_spmd(problem.setting, counters, [problem.mesh])
+    own = min(c.cost for c in planned if within(c))
     between = time.process_time()
     searches = Counters()
-    reference = Alternation(setting, theory, searches, _told(problem, searches))
+    reference = Alternation(problem.setting, theory, searches, Teller(None, searches.search, problem.mesh.name, 1, 1, infinite))
     for ratios in restarts(reference, seed):
         with suppress(InsufficientMemoryError):
             reference._alternate(ratios, infinite)
-    best = min([own, *(c.cost for c in reference.found.values())])
+    best = min([own, *(c.cost for c in reference.found.values() if within(c))])
     seconds = (between - began, time.process_time() - between)
     ended = tuple(sorted(counters.ended.items()))
-    return Result(seed, problem.mesh.name, len(planned.kinds), problem.binds, own / best - 1, counters.alternations, ended, seconds)
-
-
-def _told(problem: Case, counters: Counters) -> Teller:
-    return Teller(None, counters.search, problem.mesh.name, 1, 1, float("inf"))
+    return Result(seed, problem.mesh.name, len(reference.kinds), problem.binds, own / best - 1, counters.alternations, ended, seconds)
 
 
 def restarts(alternation: Alternation, seed: int) -> Iterator[dict[Row, Vector]]:
