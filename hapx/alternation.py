@@ -47,7 +47,8 @@ MAX_ALTERNATIONS = 8
 STALLED = 1e-3  # relative improvement below which the alternation ends
 HOPELESS = 1.1  # what costs that much more than the best of the others at its first program is not balanced further
 CORRECTIONS = 4  # searches at most for one program whose peak fits
-FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts
+FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
+FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
 
 _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 
@@ -153,7 +154,11 @@ class Alternation:
         if not self.found:
             assert failure is not None or self.rejected is not None
             raise failure or self.fitting.too_small(*self.rejected)  # type: ignore[misc]
-        if self.free and self.setting.start is None and len(self.problem.steps) <= FEW_STEPS:
+        if (
+            self.free
+            and self.setting.start is None
+            and len(self.problem.steps) <= (FEW_STEPS if len(self.theory.mesh.axes) == 1 else FEW_STEPS_ON_AXES)
+        ):
             self._further(known)
         return [*self.found.values(), *([self.old] if self.old is not None else [])]
 

@@ -41,6 +41,8 @@ from hapx.theory.discover import discover
 if TYPE_CHECKING:
     from torch import nn
 
+# several axes inside of one machine, whose links are all alike, must be faster by this part: their many small collectives cost more than is priced
+SIMPLER = 0.02
 SIMULATED = 4  # candidates that the simulator ranks
 
 
@@ -161,7 +163,12 @@ def _ranked(found: list[Candidate], old: list[Candidate], counters: Counters) ->
         exact[key] = exact.get(key) or c.costs.at_lengths(c.lengths)
     simulated = [replace(c, time=iteration_time(c.program, c.theory.graph, exact[id(c.costs), tuple(c.lengths.items())])) for c in chosen]
     counters.simulation_time += time.perf_counter() - began
-    return sorted(simulated, key=lambda c: c.time)
+    return sorted(simulated, key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
+
+
+def _needless(candidate: Candidate) -> bool:
+    """Whether a mesh has several axes where there is one machine."""
+    return len(candidate.mesh.axes) > 1 and len(candidate.costs.cluster.machines) == 1
 
 
 def _with_segments(setting: Setting, ranked: list[Candidate], limits: Sequence[float], counters: Counters) -> list[Candidate]:
@@ -189,7 +196,7 @@ def _with_segments(setting: Setting, ranked: list[Candidate], limits: Sequence[f
     except (InsufficientMemoryError, PlanError):
         found = []  # what fits with one row is known
     counters.search_time += time.perf_counter() - began
-    return sorted([*ranked, *(_ranked(found, [], counters) if found else ())], key=lambda c: c.time)
+    return sorted([*ranked, *(_ranked(found, [], counters) if found else ())], key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
 
 
 def _free_borders(best: Candidate, rule: Restriction, limits: Sequence[float]) -> Freed | None:
