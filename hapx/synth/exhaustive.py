@@ -160,8 +160,8 @@ class Enumeration:
                 yield placements | {source, target}, self.costs.conversion(ref, path, target)
 
     def _known(self, tensor: str) -> set[Placement]:
-        """Every placement that the theory mentions for a tensor."""
-        known = {p.placement for ts in self.theory.triples for t in ts for p in (*t.pre, *t.post) if p.tensor == tensor}
+        """Every placement that an allowed triple, storage or output mentions for a tensor."""
+        known = {p.placement for ts in self._instructions for t, _ in ts for p in (*t.pre, *t.post) if p.tensor == tensor}
         known |= {*self.theory.stored.get(tensor, ()), *self.theory.outputs.get(tensor, ())}
         return known | ({self.whole} if self._source(self.graph.refs[tensor]) else set())
 

@@ -172,34 +172,46 @@ class Prices:
             of_memory: Array = self.capacity[layout.memory]
             return of_memory
         total: Array = self.forward[layout.forward] + self.backward[layout.backward]
-        for at, term, joins, ahead in layout.communication:
-            apart = np.where(ahead[:, None], self.forward[term], self.backward[term])
-            np.add.at(total, at, np.where(joins[:, None], self.worst[term], apart))
+        for at, term, joins, ahead, _ in layout.communication:
+            np.add.at(total, at, np.where(joins[:, None], self.worst[term], self._apart(term, ahead)))
         return total if self.memory is None else total + self.memory[layout.memory][:, None]
 
-    def compute(self, layout: Layout) -> Array:
-        """The part of `steps` that comes after communication."""
+    def after(self, layout: Layout) -> Array:
+        """The part of `steps` that comes after the last communication that ends a phase: compute, and communication for which not all kinds wait."""
         total: Array = self.forward[layout.forward] + self.backward[layout.backward]
+        for at, term, _, ahead, late in layout.communication:
+            np.add.at(total, at[late], self._apart(term, ahead)[late])
         return total
+
+    def _apart(self, term: Numbers, ahead: Mask) -> Array:
+        return np.where(ahead[:, None], self.forward[term], self.backward[term])
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Numbers of the terms of several steps. communication: (step, term, whether all kinds wait, whether it runs forward);
-    whether a step's communication ends a phase, forward and backward."""
+    """Numbers of the terms of several steps. communication: (step, term, whether all kinds wait, whether it runs forward, whether it belongs to the
+    phase after one that the step ends); whether a step's communication ends a phase, forward and backward."""
 
     forward: Numbers
     backward: Numbers
     memory: Numbers
-    communication: tuple[tuple[Numbers, Numbers, Mask, Mask], ...]
+    communication: tuple[tuple[Numbers, Numbers, Mask, Mask, Mask], ...]
     cuts_forward: Mask
     cuts_backward: Mask
 
 
 def layout(steps: Sequence[StepTerms]) -> Layout:
     """Of steps in terms."""
-    events = [(i, t, cuts or way == "synchronise", way == "forward") for i, step in enumerate(steps) for way, t, cuts in step.communication]
+    events = [event for i, step in enumerate(steps) for event in _events(i, step)]
     columns = tuple(np.array(column) for column in zip(*events, strict=True))
     ahead, back = (np.array([any(cuts and way == w for way, _, cuts in s.communication) for s in steps]) for w in ("forward", "backward"))
     forward, backward, memory = (np.array([getattr(s, name) for s in steps], dtype=np.int64) for name in ("forward", "backward", "memory"))
-    return Layout(forward, backward, memory, ((columns[0], columns[1], columns[2], columns[3]),) if events else (), ahead, back)
+    return Layout(forward, backward, memory, ((columns[0], columns[1], columns[2], columns[3], columns[4]),) if events else (), ahead, back)
+
+
+def _events(number: int, step: StepTerms) -> Iterator[tuple[int, int, bool, bool, bool]]:
+    ended: set[str] = set()  # directions in which a phase has ended
+    for way, term, cuts in step.communication:
+        yield number, term, cuts or way == "synchronise", way == "forward", not cuts and way in ended
+        if cuts:
+            ended.add(way)

@@ -46,7 +46,7 @@ Rows = dict[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Choices with communication of their own that ends a phase, forward and backward, and the compute that comes after it (choices x weights)."""
+    """Choices with communication of their own that ends a phase, forward and backward, and what they do after it (choices x weights)."""
 
     forward: Mask
     backward: Mask
@@ -54,7 +54,7 @@ class Cuts:
     pairs: int  # kinds, where every pair of them has a weight; else 0
 
     def freed(self, rest: Array) -> Array:
-        """The compute and what follows it: in a new phase another kind may be the slowest, so any weight of that direction is a bound."""
+        """That and what follows it: in a new phase another kind may be the slowest, so any weight of that direction is a bound."""
         total: Array = self.after + rest
         both = self.forward & self.backward
         if self.pairs:
@@ -268,11 +268,11 @@ class Relaxation:
         base = self.prices.steps(layout)
         if not self.cutting(kind):
             return base, None
-        compute = self.prices.compute(layout)
+        after = self.prices.after(layout)
         cuts = (layout.cuts_forward, layout.cuts_backward)
         either = (cuts[0] | cuts[1])[:, None]
         pairs = self.weights.kinds if len(self.weights.pairs) == self.weights.kinds**2 else 0
-        return np.where(either, base - compute, base), Cuts(*cuts, np.where(either, compute, 0.0), pairs)
+        return np.where(either, base - after, base), Cuts(*cuts, np.where(either, after, 0.0), pairs)
 
     def cutting(self, kind: StepClass) -> bool:
         """Whether a choice of a class communicates itself in forward, ending a phase. (Gathers of sufficient factors run backward; nearly every

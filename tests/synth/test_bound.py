@@ -28,7 +28,8 @@ class Unbounded:
     def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
         for s in self.domain.successors(state, float("inf")):
             s.estimate = s.cost if s.level < self.depth else s.estimate
-            yield s
+            if s.estimate < limit:
+                yield s
 
     def leaps(self, state: State, limit: float) -> list[State]:
         return []
