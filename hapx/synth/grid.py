@@ -184,7 +184,8 @@ class Prices:
         return total
 
     def _apart(self, term: Numbers, ahead: Mask) -> Array:
-        return np.where(ahead[:, None], self.forward[term], self.backward[term])
+        seconds: Array = np.where(ahead[:, None], self.forward[term], self.backward[term])
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from benchmarks.whole_space import binding_limits, compare
 from hapx.plan import Mesh
 from hapx.synth.domain import State, Synthesis
 
-SEEDS = (0, 1, 2, 5, 7, 8, 9, 10, 12, 13, 14, 16, 17, 18, 19)  # of those that have a case on both meshes
+SEEDS = (0, 1, 2, 5, 7, 8, 9, 10, 12, 13, 14, 17, 18, 19, 42)  # of those that have a case on both meshes
 
 
 @pytest.mark.parametrize("mesh", (FLAT, SQUARE), ids=lambda m: m.name)
