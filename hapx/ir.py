@@ -210,6 +210,8 @@ class Graph:
     `returns`: the container that the module returns (None: the loss alone).
     `hash` identifies the computation (no devices, no weights, no segments or regions that the planner has chosen).
     `probed`: what execution showed of operators that have no entry in the table.
+    `received`: inputs that another stage of a pipeline makes (the graph is a part of a larger one, see `hapx.graph.parts`); `first`: number of the
+    part's first own node in that graph.
     """
 
     refs: Mapping[str, TensorRef]
@@ -226,6 +228,8 @@ class Graph:
     hash: str
     returns: Container | None = None
     probed: tuple[Probed, ...] = ()
+    received: tuple[str, ...] = ()
+    first: int = 0
 
     @cached_property
     def probed_rules(self) -> Mapping[int, tuple[Rule, ...]]:

@@ -243,17 +243,27 @@ class Boundary:
     target: tuple[int, Property]
 
 
+Direction = Literal["forward", "backward"]
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
-    kind: Literal["forward", "backward", "weight", "send", "receive", "sync", "free"]
+    """Something that a group of devices does for one micro-batch of one of its stages.
+
+    forward, backward: run the stage's program. send, receive: all tensors that cross between `stage` and `peer`, another stage: activations
+    ("forward") or their cotangents ("backward"). synchronise: the gradients of the stage are complete; they are summed over the copies of parameters
+    that are tied across stages (micro_batch: the last one). free: what the stage has kept of the micro-batch is dropped."""
+
+    kind: Literal["forward", "backward", "send", "receive", "synchronise", "free"]
     stage: int
     micro_batch: int
-    what: str = ""
+    peer: int = -1
+    direction: Direction = "forward"
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A pipeline schedule: micro-batch sizes and, per stage, its actions."""
+    """A pipeline schedule: samples of each micro-batch and, per group of devices (in the order of their first stages), its actions."""
 
     name: str
     micro_batches: tuple[int, ...]
@@ -322,6 +332,6 @@ class Plan:
 
 
 __all__ = [
-    "Action", "Axes", "Axis", "Boundary", "Communication", "Copy", "Form", "Instruction", "LocalBlock", "LocalIndices", "LocalOffset", "LocalShape",
+    "Action", "Axes", "Axis", "Boundary", "Communication", "Copy", "Direction", "Form", "Instruction", "LocalBlock", "LocalIndices", "LocalOffset", "LocalShape",
     "LocalSize", "Mesh", "Plan", "Program", "ProgramKey", "Schedule", "Stage", "Storage", "Triple", "Value",
 ]  # fmt: skip
