@@ -36,7 +36,6 @@ from hapx.plan import (
     Action,
     Axes,
     Axis,
-    Boundary,
     Communication,
     Copy,
     Form,
@@ -66,7 +65,7 @@ CLASSES: Mapping[str, type[Any]] = {
         ir.Graph,
         spec.Link, spec.DeviceType, spec.Machine, spec.Device, spec.ClusterSpec, restriction.Restriction,
         Axis, Mesh, Form, Communication, LocalShape, LocalSize, LocalOffset, LocalIndices, LocalBlock, Axes,
-        Triple, Instruction, ProgramKey, Program, Copy, Storage, Stage, Boundary, Action,
+        Triple, Instruction, ProgramKey, Program, Copy, Storage, Stage, Action,
         Schedule, Plan,
     )
 }  # fmt: skip

@@ -53,9 +53,9 @@ def lower(
     lengths = _used(best)
     rows = {cut.row for cut in lengths}
     shares = {row: own for row, own in best.shares.items() if row in rows or row.kind == "compute"}
-    stage = Stage(best.mesh.devices, (0, len(graph.nodes)), best.mesh, shares, {key: lengths}, {key: best.program})
+    stage = Stage(best.mesh.devices, {key: (0, len(graph.nodes))}, best.mesh, shares, {key: lengths}, {key: best.program})
     return Plan(
-        VERSION, {key: graph}, cluster, rule, storage(graph, best.storage_of), (stage,), (), None, best.time,
+        VERSION, {key: graph}, cluster, rule, storage(graph, best.storage_of), (stage,), {}, best.time,
         memory(best, exact), work_shares(best, exact), precision, optimizer, {**statistics, "cost": best.cost, "mesh": best.mesh.name},
     )  # fmt: skip
 
@@ -63,7 +63,8 @@ def lower(
 def extended(plan: Plan, best: Candidate, graph: Graph, key: ProgramKey, statistics: Mapping[str, Any]) -> Plan:
     """The plan with one more program on its stage."""
     stage = plan.stages[0]
-    longer = replace(stage, lengths={**stage.lengths, key: _used(best)}, programs={**stage.programs, key: best.program})
+    nodes = {**stage.nodes, key: (0, len(graph.nodes))}
+    longer = replace(stage, nodes=nodes, lengths={**stage.lengths, key: _used(best)}, programs={**stage.programs, key: best.program})
     known = {s.name for s in plan.storage}
     more = tuple(s for s in storage(graph, best.storage_of) if s.name not in known)
     counted = {**plan.statistics, "programs": (*plan.statistics.get("programs", ()), {**statistics, "iteration_time": best.time})}

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.ir import Graph, OpCall, Value
 from hapx.restriction import Restriction
 from hapx.states import Cut, Placement, Property, Row, State
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +213,11 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Part of the model on part of the cluster. `ratios`: shares per row along the row's axis. `lengths`: integer units per cut,
-    for every program (parameters' cuts have the same lengths in all of them)."""
+    """Part of the model on part of the cluster. `nodes`: per program, the part [start, stop) of the graph's nodes that it runs. `shares`: per row
+    along the row's axis. `lengths`: integer units per cut, for every program (parameters' cuts have the same lengths in all of them)."""
 
     devices: tuple[int, ...]
-    layers: tuple[int, int]
+    nodes: Mapping[ProgramKey, tuple[int, int]]
     mesh: Mesh
     shares: Mapping[Row, tuple[float, ...]]
     lengths: Mapping[ProgramKey, Mapping[Cut, tuple[int, ...]]]
@@ -234,9 +234,8 @@ class Stage:
         return next(iter(self.programs.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """A tensor that crosses between stages: (stage, layout) it leaves and (stage, layout) it arrives in."""
+class Boundary(NamedTuple):
+    """A tensor that crosses between stages: (stage, layout) it leaves and (stage, layout) it arrives in. Derived from programs, never stored."""
 
     tensor: str
     source: tuple[int, Property]
@@ -272,7 +271,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """A distributed training plan. See the public interface for the meaning of the fields users read."""
+    """A distributed training plan. See the public interface for the meaning of the fields users read.
+
+    `graphs`: by the shapes of a whole batch; with several stages, the graph of one micro-batch of it. `schedules`: of plans with several stages."""
 
     version: int
     graphs: Mapping[ProgramKey, Graph]
@@ -280,8 +281,7 @@ class Plan:
     restriction: Restriction
     storage: tuple[Storage, ...]
     stages: tuple[Stage, ...]
-    boundaries: tuple[Boundary, ...]
-    schedule: Schedule | None
+    schedules: Mapping[ProgramKey, Schedule]
     iteration_time: float
     memory: tuple[int, ...]
     shares: tuple[float, ...]
@@ -297,6 +297,21 @@ class Plan:
     @property
     def first(self) -> ProgramKey:
         return next(iter(self.graphs))
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of devices that have stages, in the order of their first stages."""
+        return tuple(dict.fromkeys(s.devices for s in self.stages))
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """Numbers of the stages that a device has a part in."""
+        return tuple(i for i, s in enumerate(self.stages) if device in s.devices)
+
+    def boundaries(self, key: ProgramKey) -> tuple[Boundary, ...]:
+        """What crosses between stages: each received tensor comes straight from the stage that makes it."""
+        made = {p.tensor: (i, p) for i, s in enumerate(self.stages) for p in s.programs[key].gives}
+        needed = [(i, p) for i, s in enumerate(self.stages) for p in s.programs[key].needs if p.tensor in made and made[p.tensor][0] < i]
+        return tuple(Boundary(p.tensor, made[p.tensor], (i, p)) for i, p in needed)
 
     @cached_property
     def digest(self) -> str:
@@ -332,6 +347,6 @@ class Plan:
 
 
 __all__ = [
-    "Action", "Axes", "Axis", "Boundary", "Communication", "Copy", "Direction", "Form", "Instruction", "LocalBlock", "LocalIndices", "LocalOffset", "LocalShape",
-    "LocalSize", "Mesh", "Plan", "Program", "ProgramKey", "Schedule", "Stage", "Storage", "Triple", "Value",
+    "Action", "Axes", "Axis", "Boundary", "Communication", "Copy", "Direction", "Form", "Instruction", "LocalBlock", "LocalIndices", "LocalOffset",
+    "LocalShape", "LocalSize", "Mesh", "Plan", "Program", "ProgramKey", "Schedule", "Stage", "Storage", "Triple", "Value",
 ]  # fmt: skip

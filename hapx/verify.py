@@ -67,13 +67,14 @@ def _verify_frame(plan: Plan) -> None:
     """What is fixed for every plan so far: one stage on all devices, no pipeline."""
     if plan.version != VERSION:
         raise PlanError(f"plan version {plan.version}", allowed=str(VERSION), hint="make the plan again")
-    if len(plan.stages) != 1 or plan.boundaries or plan.schedule is not None:
-        raise PlanError(f"{len(plan.stages)} stages, {len(plan.boundaries)} boundaries", allowed="1 stage, no boundaries and no schedule")
+    if len(plan.stages) != 1 or plan.schedules:
+        raise PlanError(f"{len(plan.stages)} stages, {len(plan.schedules)} schedules", allowed="1 stage and no schedule")
     if not plan.graphs:
         raise PlanError("no program", where="graphs")
     (stage,) = plan.stages
-    if stage.layers != (0, len(plan.graphs[plan.first].nodes)):
-        raise PlanError(f"layers {stage.layers}", where="stage 0", allowed=f"(0, {len(plan.graphs[plan.first].nodes)}), all nodes")
+    everything = {key: (0, len(graph.nodes)) for key, graph in plan.graphs.items()}
+    if stage.nodes != everything:
+        raise PlanError(f"nodes {list(stage.nodes.values())}", where="stage 0", allowed=f"{list(everything.values())}, all nodes of every graph")
     if stage.devices != stage.mesh.devices:
         raise PlanError(f"devices {stage.devices} are not those of its mesh, {stage.mesh.devices}", where="stage 0")
     used = {cut.row for lengths in stage.lengths.values() for cut in lengths}

@@ -16,7 +16,7 @@ from hapx.cluster.spec import ClusterSpec, Link
 from hapx.cost.model import BUCKET_BYTES, CostModel
 from hapx.errors import HapError
 from hapx.ir import Graph, OpCall
-from hapx.plan import Instruction, Plan, Program, Stage
+from hapx.plan import VERSION, Instruction, Plan, Program, Stage
 from hapx.restriction import AUTO
 from hapx.simulate import simulate, simulate_program
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut
@@ -202,8 +202,8 @@ def plan_of(stages: int) -> tuple[Plan, Graph, Program]:
     g = graph()
     program = data_parallel(g, flat(4))
     lengths = {Cut(program.mesh.row(0), 64): (24, 24, 8, 8)}
-    stage = Stage((0, 1, 2, 3), (0, 1), program.mesh, {}, {program.key: lengths}, {program.key: program})
-    return Plan(1, {program.key: g}, FOUR, AUTO, (), (stage,) * stages, (), None, 0.0, (), (), "fp32", "sgd", {}), g, program
+    stage = Stage((0, 1, 2, 3), {program.key: (0, 1)}, program.mesh, {}, {program.key: lengths}, {program.key: program})
+    return Plan(VERSION, {program.key: g}, FOUR, AUTO, (), (stage,) * stages, {}, 0.0, (), (), "fp32", "sgd", {}), g, program
 
 
 def test_a_plan_is_simulated_as_its_first_training_program():

@@ -167,6 +167,6 @@ def stages_text(plan: Plan) -> str:
     """A plan of several stages: what each has."""
     table = new_table("stage", "devices", "layers", "mesh")
     for i, stage in enumerate(plan.stages):
-        table.add_row(str(i), ranges_text(stage.devices), f"{stage.layers[0]}-{stage.layers[1]}", stage.mesh.name)
+        table.add_row(str(i), ranges_text(stage.devices), "-".join(map(str, stage.nodes[plan.first])), stage.mesh.name)
     title = f"plan for {plan.cluster.name}: {plan.cluster.num_devices} devices, {len(plan.stages)} stages, strategy {plan.restriction.name}"
     return "\n\n".join([title, render(table), f"predicted iteration: {time_text(plan.iteration_time)}"])

@@ -16,7 +16,7 @@ from math import prod
 from hapx.cluster.spec import ClusterSpec
 from hapx.graph.segments import graph_hash
 from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef
-from hapx.plan import Axis, Communication, Copy, Form, Instruction, Mesh, Plan, Program, ProgramKey, Stage, Storage, Triple
+from hapx.plan import VERSION, Axis, Communication, Copy, Form, Instruction, Mesh, Plan, Program, ProgramKey, Stage, Storage, Triple
 from hapx.restriction import Restriction
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Property, Row, Sharded, State
 from hapx.transposes import TRANSPOSES
@@ -120,11 +120,11 @@ class Draft:
         gives = tuple(Property(o.tensor, self.at[o.tensor]) for o in self.graph.outputs)
         program = Program(key, self.mesh, tuple(self.instructions), tuple(self.needs), gives)
         rows: dict[Row, tuple[float, ...]] = {c.row: tuple(n / c.units for n in ns) for c, ns in self.lengths.items()}
-        stage = Stage(tuple(range(count)), (0, len(self.graph.nodes)), self.mesh, rows, {key: self.lengths}, {key: program})
+        stage = Stage(tuple(range(count)), {key: (0, len(self.graph.nodes))}, self.mesh, rows, {key: self.lengths}, {key: program})
         tied = {group[0]: group[1:] for group in self.graph.tied}
         storage = tuple(Storage(n, tied.get(n, ()), (Copy(0, p),)) for n, p in self.storage.items())
         plan = Plan(
-            1, {key: self.graph}, cluster(machines or [count]), Restriction(), storage, (stage,), (), None, 1.0, (0,) * count,
+            VERSION, {key: self.graph}, cluster(machines or [count]), Restriction(), storage, (stage,), {}, 1.0, (0,) * count,
             tuple(shares or [1 / count] * count), "float64", "adamw", {},
         )  # fmt: skip
         return predicted(plan)

@@ -16,7 +16,7 @@ from random import Random
 from hapx.cluster.spec import ClusterSpec
 from hapx.ir import Graph, Kind, OpCall
 from hapx.layout import divide
-from hapx.plan import Communication, Copy, Instruction, Plan, Program, ProgramKey, Stage, Storage, Triple
+from hapx.plan import VERSION, Communication, Copy, Instruction, Plan, Program, ProgramKey, Stage, Storage, Triple
 from hapx.restriction import Restriction
 from hapx.states import REPLICATED, Cut, Partial, Placement, Property, Row, Sharded
 from hapx.theory.conversion import ALL_FORMS, paths
@@ -214,11 +214,11 @@ def make_plan(graph: Graph, program: Program, storage: Mapping[str, Placement], 
     mesh, key = program.mesh, program.key
     count = prod(mesh.sizes)
     rows: dict[Row, tuple[float, ...]] = {c.row: tuple(n / c.units for n in ns) for c, ns in lengths.items()}
-    stage = Stage(tuple(range(count)), (0, len(graph.nodes)), mesh, rows, {key: dict(lengths)}, {key: program})
+    stage = Stage(tuple(range(count)), {key: (0, len(graph.nodes))}, mesh, rows, {key: dict(lengths)}, {key: program})
     tied = {group[0]: group[1:] for group in graph.tied}
     stored = tuple(Storage(n, tied.get(n, ()), (Copy(0, p),)) for n, p in storage.items())
     plan = Plan(
-        1, {key: graph}, _cluster(mesh.sizes), Restriction(), stored, (stage,), (), None,
+        VERSION, {key: graph}, _cluster(mesh.sizes), Restriction(), stored, (stage,), {},
         1.0, (0,) * count, (1 / count,) * count, "float64", "sgd", {},
     )  # fmt: skip
     return predicted(plan)
