@@ -87,6 +87,7 @@ class Setting:
         progress: is told what is done. forbidden: choices that are left out.
         strict: the peak of every program is looked at, not only of those that come near the capacity.
         old: a plan of the same restriction; where its mesh is tried again, it is a start and a candidate.
+        repeats, in_flight: of a stage, how many micro-batches it runs per iteration, and how many of them it keeps at once.
     """
 
     graph: Graph
@@ -102,6 +103,8 @@ class Setting:
     forbidden: Forbidden = NOTHING
     strict: bool = False
     old: Plan | None = None
+    repeats: int = 1
+    in_flight: int = 1
 
 
 class Alternation:
@@ -110,7 +113,9 @@ class Alternation:
     def __init__(self, setting: Setting, theory: Theory, counters: Counters, told: Teller, best: Candidate | None = None):
         """best: of the views before; on several axes its shares are where the alternation begins."""
         self.setting, self.theory, self.counters, self.told, self.before = setting, theory, counters, told, best
-        self.costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
+        self.costs = CostModel(
+            theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode, repeats=setting.repeats, in_flight=setting.in_flight
+        )
         began = time.perf_counter()
         self.problem: Problem = build(theory, self.costs, setting.rule, setting.given, setting.forbidden)
         counters.problem_time += time.perf_counter() - began

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hapx.cost.liveness import Peak, peak
+from hapx.cost.liveness import Peak, all_in_flight, peak
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
@@ -48,7 +48,8 @@ class Fitting:
         """Bytes per kind (of its fullest device), and the peak at the exact lengths."""
         exact = self.costs.at_lengths(lengths)
         found = peak(solution.program, self.theory.graph, exact, solution.storage_of)
-        of_coordinate = {c: float(found.total[k]) for k, kind in enumerate(exact.kinds) for c in kind}
+        total = all_in_flight(found, exact)
+        of_coordinate = {c: float(total[k]) for k, kind in enumerate(exact.kinds) for c in kind}
         return np.array([max(of_coordinate[c] for c in kind) for kind in self.costs.kinds]), found
 
     def too_small(self, least: Solution, lengths: Lengths) -> InsufficientMemoryError:
@@ -71,4 +72,4 @@ def within(candidate: Candidate) -> bool:
     """Whether the peak of a candidate fits on every kind of devices."""
     exact = candidate.costs.at_lengths(candidate.lengths)
     found = peak(candidate.program, candidate.theory.graph, exact, candidate.storage_of)
-    return bool((found.total <= np.asarray(exact.capacity) * (1 + 1e-9)).all())
+    return bool((all_in_flight(found, exact) <= np.asarray(exact.capacity) * (1 + 1e-9)).all())

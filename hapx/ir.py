@@ -15,12 +15,14 @@ from hapx.rules import Probed, Rule
 
 
 class Kind(Enum):
-    """What a tensor is. CONSTANT: does not depend on inputs; recomputed by the executor or stored as data, never trained."""
+    """What a tensor is. CONSTANT: does not depend on inputs; recomputed by the executor or stored as data, never trained. RECEIVED: of a part of a
+    larger graph, what another part makes."""
 
     INPUT = "input"
     PARAMETER = "parameter"
     BUFFER = "buffer"
     CONSTANT = "constant"
+    RECEIVED = "received"
     VALUE = "value"
 
 
@@ -210,8 +212,7 @@ class Graph:
     `returns`: the container that the module returns (None: the loss alone).
     `hash` identifies the computation (no devices, no weights, no segments or regions that the planner has chosen).
     `probed`: what execution showed of operators that have no entry in the table.
-    `received`: inputs that another stage of a pipeline makes (the graph is a part of a larger one, see `hapx.graph.parts`); `first`: number of the
-    part's first own node in that graph.
+    `first`: of a part of a larger graph (`hapx.parts`), what to add to the number of a node to have its number there.
     """
 
     refs: Mapping[str, TensorRef]
@@ -228,7 +229,6 @@ class Graph:
     hash: str
     returns: Container | None = None
     probed: tuple[Probed, ...] = ()
-    received: tuple[str, ...] = ()
     first: int = 0
 
     @cached_property
@@ -274,6 +274,11 @@ class Graph:
     @cached_property
     def loss(self) -> str:
         return next(o.tensor for o in self.outputs if o.role == "loss")
+
+    @cached_property
+    def roots(self) -> tuple[str, ...]:
+        """Outputs at which backward begins: the loss, and what other parts use."""
+        return tuple(o.tensor for o in self.outputs if o.role in ("loss", "boundary") and self.refs[o.tensor].requires_grad)
 
     def of_kind(self, kind: Kind) -> tuple[TensorRef, ...]:
         return tuple(r for r in self.refs.values() if r.kind is kind)

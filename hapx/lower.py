@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hapx.cluster.spec import ClusterSpec
-from hapx.cost.liveness import peak
+from hapx.cost.liveness import all_in_flight, peak
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
 from hapx.ir import Graph, Kind, OpCall
@@ -50,7 +50,7 @@ def lower(
 ) -> Plan:  # fmt: skip
     """The plan of a candidate."""
     exact = best.costs.at_lengths(best.lengths)
-    lengths = _used(best)
+    lengths = used_lengths(best)
     rows = {cut.row for cut in lengths}
     shares = {row: own for row, own in best.shares.items() if row in rows or row.kind == "compute"}
     stage = Stage(best.mesh.devices, {key: (0, len(graph.nodes))}, best.mesh, shares, {key: lengths}, {key: best.program})
@@ -64,7 +64,7 @@ def extended(plan: Plan, best: Candidate, graph: Graph, key: ProgramKey, statist
     """The plan with one more program on its stage."""
     stage = plan.stages[0]
     nodes = {**stage.nodes, key: (0, len(graph.nodes))}
-    longer = replace(stage, nodes=nodes, lengths={**stage.lengths, key: _used(best)}, programs={**stage.programs, key: best.program})
+    longer = replace(stage, nodes=nodes, lengths={**stage.lengths, key: used_lengths(best)}, programs={**stage.programs, key: best.program})
     known = {s.name for s in plan.storage}
     more = tuple(s for s in storage(graph, best.storage_of) if s.name not in known)
     counted = {**plan.statistics, "programs": (*plan.statistics.get("programs", ()), {**statistics, "iteration_time": best.time})}
@@ -78,7 +78,7 @@ def storage(graph: Graph, placements: Mapping[str, Placement]) -> tuple[Storage,
     return tuple(Storage(r.name, tuple(aliases.get(r.name, ())), (Copy(0, placements[r.name]),)) for r in refs)
 
 
-def _used(best: Candidate) -> dict[Cut, tuple[int, ...]]:
+def used_lengths(best: Candidate) -> dict[Cut, tuple[int, ...]]:
     """Lengths of the uneven cuts that the program or its storage mentions."""
     found = {c for p in _placements(best) for s in p.states if isinstance(s, Sharded) and (c := s.cut) in best.lengths}
     return {cut: own for cut, own in best.lengths.items() if cut in found}
@@ -93,7 +93,7 @@ def _placements(best: Candidate) -> Iterable[Placement]:
 
 def memory(best: Candidate, exact: CostModel) -> tuple[int, ...]:
     """Predicted peak bytes of every device of the cluster, by number."""
-    total = peak(best.program, best.theory.graph, exact, best.storage_of).total
+    total = all_in_flight(peak(best.program, best.theory.graph, exact, best.storage_of), exact)
     return tuple(round(x) for x in _per_device(best.mesh, exact, total))
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.ir import Graph, OpCall, Value
+from hapx.parts import part
 from hapx.restriction import Restriction
 from hapx.states import Cut, Placement, Property, Row, State
 
@@ -302,6 +303,16 @@ class Plan:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The sets of devices that have stages, in the order of their first stages."""
         return tuple(dict.fromkeys(s.devices for s in self.stages))
+
+    def part(self, key: ProgramKey, stage: int) -> Graph:
+        """The graph of a stage."""
+        if (key, stage) not in self._parts:
+            self._parts[key, stage] = part(self.graphs[key], *self.stages[stage].nodes[key])
+        return self._parts[key, stage]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[ProgramKey, int], Graph]:
+        return {}
 
     def stages_of(self, device: int) -> tuple[int, ...]:
         """Numbers of the stages that a device has a part in."""

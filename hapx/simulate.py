@@ -132,6 +132,28 @@ def iteration_time(program: Program, graph: Graph, exact: CostModel) -> float:
     return max(_run(program, graph, exact, events=False).now)
 
 
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of a stage's program on its slowest device: of one micro-batch forward and backward; and what the last one of an iteration takes
+    longer: gradients that are still on their way when backward is done, and the update."""
+
+    forward: float
+    backward: float
+    iteration: float
+
+    @property
+    def micro(self) -> float:
+        return self.forward + self.backward
+
+
+def stage_times(program: Program, graph: Graph, exact: CostModel) -> StageTimes:
+    """By a cost model at concrete lengths."""
+    assert exact.repeats == 1, "what happens once per iteration counts whole"
+    clock = _run(program, graph, exact, events=False)
+    marks = clock.marks
+    return StageTimes(marks[0], marks[1] - marks[0], max(clock.now) - marks[1])
+
+
 def _run(program: Program, graph: Graph, exact: CostModel, events: bool, synchronisation: Mapping[str, float] | None = None) -> _Clock:
     steps = [(_name(i) if events else "", _cost(i, graph, exact)) for i in program.instructions]
     if synchronisation:
@@ -141,12 +163,14 @@ def _run(program: Program, graph: Graph, exact: CostModel, events: bool, synchro
     for name, step in steps:
         clock.communicate(name, [c for c in step.communication if c.direction == "forward"])
         clock.compute(name, step.forward)
+    clock.mark()
     if exact.mode == "train":
         for k, (name, step) in reversed(list(enumerate(steps))):
             name = f"{name} backward" if events else ""
             clock.compute(name, step.backward)
             clock.communicate(name, [c for c in reversed(step.communication) if c.direction == "backward"])
             clock.gradient([c for c in step.communication if c.direction == "synchronise"], full=k in full)
+        clock.mark()
         clock.wait()
         for need in program.needs:
             if graph.refs[need.tensor].kind is Kind.PARAMETER:
@@ -210,6 +234,10 @@ class _Clock:
         self._bucket: list[CommunicationCost] = []
         self._num_buckets = 0
         self._values: dict[int, tuple[Term, Seconds]] = {}
+        self.marks: list[float] = []  # when forward was done, and backward
+
+    def mark(self) -> None:
+        self.marks.append(max(self.now))
 
     def compute(self, name: str, term: Term | None) -> None:
         if term is None:

@@ -8,7 +8,7 @@ Invariant: every device names a type in `device_types`, devices are numbered mac
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -141,6 +141,14 @@ class ClusterSpec:
         """The slowest link that a group of devices shares: their machine's, or the one between machines."""
         machines = {self.devices[d].machine for d in devices}
         return self.inter if len(machines) > 1 else self.machines[machines.pop()].intra
+
+    def part(self, devices: Sequence[int]) -> ClusterSpec:
+        """The cluster of some of the devices, ascending, numbered anew. Each machine keeps its links."""
+        assert list(devices) == sorted(set(devices)), devices
+        chosen = [self.devices[d] for d in devices]
+        machines = [replace(self.machines[m], devices=tuple(d.type for d in own)) for m, own in groupby(chosen, key=lambda d: d.machine)]
+        types = {d.type: self.device_types[d.type] for d in chosen}
+        return replace(self, machines=tuple(machines), device_types=types, mesh="auto", profile=None)
 
     def with_types(self, types: Mapping[str, DeviceType]) -> ClusterSpec:
         """The same cluster with other numbers for some of its device types (after a calibration). Profiled numbers of those types,

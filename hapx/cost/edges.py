@@ -129,8 +129,8 @@ class EdgePrices:
         elif name == "all_to_all":
             first, second = fraction(before), fraction(after)
         even = all(s.cut.row.kind == "even" for s in (source, target) if isinstance(s, Sharded))
-        size = ref.bytes / self.costs.sharers(axis, after) if synchronises else float(ref.bytes)
-        latency = self.costs.part_of_bucket(ref) if synchronises else 1.0
+        size = ref.bytes / self.costs.sharers(axis, after) / self.costs.repeats if synchronises else float(ref.bytes)
+        latency = self.costs.part_of_bucket(ref) / self.costs.repeats if synchronises else 1.0
         ahead = float(sum(direction == "forward" for direction, _ in runs))
         row = (number, first, second, size, latency, ahead, len(runs) - ahead, synchronises or self.costs.links[axis].cuts, even)
         rows.setdefault((axis, name), []).append(row)

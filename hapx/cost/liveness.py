@@ -33,11 +33,13 @@ from hapx.transposes import TRANSPOSES
 @dataclass(frozen=True)
 class Peak:
     """Bytes per kind. stored: there all the time (parameters, optimizer state, buffers, inputs); total: at the worst moment; left: what the
-    iteration leaves (gradients and results); moments: which moment is the worst, per kind."""
+    iteration leaves (gradients and results); kept: what backward waits for when forward ends, with what was received for it; moments: which moment is
+    the worst, per kind."""
 
     stored: Vector
     total: Vector
     left: Vector
+    kept: Vector
     moments: tuple[str, ...]
 
 
@@ -47,6 +49,12 @@ Variables = dict[Property, Storage | None]  # None: a parameter, buffer or input
 def peak(program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]) -> Peak:
     """The peak of an iteration of `program`. exact: a cost model at its lengths (see `at_lengths`); stored: where parameters and buffers are."""
     return _Walk(program, graph, exact, stored).run()
+
+
+def all_in_flight(found: Peak, exact: CostModel) -> Vector:
+    """The peak with all micro-batches that are kept at once; gradients of those before are there all the time."""
+    earlier: Vector = found.left if exact.repeats > 1 else 0.0 * found.left
+    return found.total + (exact.in_flight - 1) * found.kept + earlier
 
 
 class _Walk:
@@ -80,13 +88,15 @@ class _Walk:
                 self.taken[k] = self._take(variables, k, stop)
             self._forward(variables, k, stop or k + 1, keeps=self.training and stop is None)
             k = stop or k + 1
+        kept = self.heap.alive - self.static + self.sizes.received()
         if self.training:
             self._train(variables)
-        return Peak(self.static, self.heap.highest, self.heap.alive - self.static, tuple(self.heap.moments))
+        return Peak(self.static, self.heap.highest, self.heap.alive - self.static, kept, tuple(self.heap.moments))
 
     def _train(self, variables: Variables) -> None:
-        loss = next(p for p in self.program.gives if p.tensor == self.graph.loss)
-        self.cotangents[loss] = self.heap.new(self.sizes.local(loss))
+        for root in self.program.gives:
+            if root.tensor in self.graph.roots and root not in self.cotangents:
+                self.cotangents[root] = self.heap.new(self.sizes.local(root))
         uses = [Use(key, self.stored[key[0]], self.graph.refs[key[0]]) for key in self.enters]
         self.buckets = Buckets(uses, self.sizes.part)
         starts = {stop: start for start, stop in self.regions.items()}

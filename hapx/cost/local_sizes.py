@@ -49,14 +49,20 @@ class LocalSizes:
         return self.part(p.placement, float(self.graph.refs[p.tensor].bytes))
 
     def stored_bytes(self) -> Vector:
-        """What is there all the time: parameters, optimizer state, buffers, the batch."""
+        """What is there all the time: parameters, optimizer state, buffers, the batch (of a stage, what it receives of one micro-batch)."""
         total = np.zeros(len(self.exact.kinds))
         states = states_of(self.exact.optimizer) if self.exact.mode == "train" else 0
         for name, placement in self.stored.items():
             ref = self.graph.refs[name]
-            total = total + self.part(placement, ref.bytes + (4.0 * states * ref.size if ref.requires_grad else 0.0))
+            trained = ref.requires_grad and ref.kind is Kind.PARAMETER
+            total = total + self.part(placement, ref.bytes + (4.0 * states * ref.size if trained else 0.0))
         given = [r for r in self.graph.refs.values() if r.kind in (Kind.INPUT, Kind.CONSTANT) and r.name not in self.graph.producer]
         return total + float(sum(r.bytes for r in given))
+
+    def received(self) -> Vector:
+        """What other stages send."""
+        sizes = [self.part(placement, float(ref.bytes)) for n, placement in self.stored.items() if (ref := self.graph.refs[n]).kind is Kind.RECEIVED]
+        return sum(sizes, np.zeros(len(self.exact.kinds)))
 
     def update(self) -> Vector:
         """The optimizer's temporaries: of one parameter after the other on CPUs, whose old ones are freed when new ones are there; else of all."""

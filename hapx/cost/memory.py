@@ -76,8 +76,8 @@ def states_of(optimizer: str) -> int:
 
 
 def storage_bytes(ref: TensorRef, states: int, training: bool) -> float:
-    """Bytes of a parameter (with gradient and optimizer state) or of a buffer, whole."""
-    if not (training and ref.requires_grad):
+    """Bytes of a parameter (with gradient and optimizer state), of a buffer, or of what another stage sends, whole."""
+    if not (training and ref.requires_grad) or ref.kind is Kind.RECEIVED:
         return float(ref.bytes)
     return 2.0 * ref.bytes + 4.0 * states * ref.size
 

@@ -79,13 +79,17 @@ class CostModel:
     precision: the one that float32 products run at ("fp32", "tf32", "bf16", ...; other dtypes have their own). optimizer: a name of
     `hapx.cost.memory.STATES`. `kinds`: coordinates along the uneven axis of each kind; `sizes`: how many; `speeds`: relative speed of a coordinate of
     each kind (speeds x sizes sum to 1); `capacity`: bytes that may be used on a device of each kind. With `lengths`, every term is a constant
-    at these lengths, exact where even axes cut uneven pieces. Raises HapError for an unknown precision or optimizer."""
+    at these lengths, exact where even axes cut uneven pieces. repeats: the program runs so often per iteration (on micro-batches): seconds are of one
+    run, with its part of what happens once per iteration. in_flight: what is kept until backward is there so many times. Raises HapError for an
+    unknown precision or optimizer."""
 
     def __init__(
-        self, theory: Theory, cluster: ClusterSpec, precision: str, optimizer: str, mode: Literal["train", "eval"], *, lengths: Lengths | None = None
-    ):
+        self, theory: Theory, cluster: ClusterSpec, precision: str, optimizer: str, mode: Literal["train", "eval"], *,
+        lengths: Lengths | None = None, repeats: int = 1, in_flight: int = 1,
+    ):  # fmt: skip
         self.theory, self.cluster, self.precision, self.optimizer, self.mode = theory, cluster, precision, optimizer, mode
         self.graph: Graph = theory.graph
+        self.repeats, self.in_flight = repeats, in_flight
         known = dict.fromkeys([*PRECISIONS, *(dtype for kind in cluster.device_types.values() for dtype in kind.flops)])
         if precision not in known:
             raise HapError(f"unknown precision {precision!r}", where="precision", allowed=", ".join(known))
@@ -129,13 +133,14 @@ class CostModel:
 
     def storage(self, ref: TensorRef, placement: Placement) -> Term:
         """Bytes of a parameter (with gradient and optimizer state) or buffer as it is kept between steps."""
-        return self._stored(ref, placement, memory.storage_bytes(ref, self._states, self.mode == "train"), bound=True)
+        times = self.in_flight if ref.kind is Kind.RECEIVED else 1
+        return self._stored(ref, placement, times * memory.storage_bytes(ref, self._states, self.mode == "train"), bound=True)
 
     def update(self, ref: TensorRef, placement: Placement) -> Term:
         """Seconds that the optimizer takes per iteration to update what a device keeps of a parameter."""
-        training = self.mode == "train" and ref.requires_grad
+        training = self.mode == "train" and ref.requires_grad and ref.kind is Kind.PARAMETER
         moved = UPDATE_PASSES * memory.storage_bytes(ref, self._states, True) if training else 0.0
-        term = self._stored(ref, placement, moved, bound=False)
+        term = self._stored(ref, placement, moved / self.repeats, bound=False)
         return Term(tuple(p.scaled(self._per_byte) for p in term.pieces))
 
     def _stored(self, ref: TensorRef, placement: Placement, size: float, bound: bool) -> Term:
@@ -259,7 +264,7 @@ class CostModel:
             ref = self.graph.refs[name]
             if ref.kind is Kind.VALUE and _partial(placements[name]):
                 kept.append((name, float(ref.bytes)))
-        return maximum([reduce(add, (self._part(placements[name], size, bound=True) for name, size in kept))]) if kept else None
+        return maximum([reduce(add, (self._part(placements[name], self.in_flight * size, bound=True) for name, size in kept))]) if kept else None
 
     # --- conversions --------------------------------------------------------------------------------------------------------------------
 
@@ -287,7 +292,7 @@ class CostModel:
     def held(self, ref: TensorRef, target: Placement) -> Term | None:
         """Bytes that stay allocated until backward where communication makes a tensor in `target`."""
         keeps = self.mode == "train" and ref.name in self._kept and not _partial(target)
-        return maximum([self._part(target, float(ref.bytes), bound=True)]) if keeps else None
+        return maximum([self._part(target, float(self.in_flight * ref.bytes), bound=True)]) if keeps else None
 
     def _priced_step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
         """`_step`, once for all that cost the same: of the other axes only how they cut matters."""
@@ -361,7 +366,7 @@ class CostModel:
         latency = links.all_reduce(self.view.constant(0.0))
         assert volume is not None and latency is not None
         spared = latency.pieces[0].scaled((self.part_of_bucket(ref) - 1.0,) * len(self.kinds))
-        return Term(tuple(p + spared for p in volume.pieces))
+        return Term(tuple((p + spared).scaled((1.0 / self.repeats,) * len(self.kinds)) for p in volume.pieces))
 
     def sharers(self, axis: int, placement: Placement) -> int:
         """Devices of axes further inside that share a parameter's gradient out among themselves before it is summed along `axis`."""

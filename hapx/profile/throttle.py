@@ -90,11 +90,9 @@ def attach(throttle: Throttle, model: HAP) -> None:
     Checkpoints: all its communications (of the local program, the gradients and the norm), and the beginning of a call, where the ranks
     agree on what they are about to run. What the caller computes between (an optimizer's step) is paid at the next checkpoint."""
     executor = model._running()
-    if executor.programs:
+    if executor.started:
         raise HapError("the model has already run", where="throttle", hint="attach the throttle before the first call")
-    slowed = {axes: ThrottledCommunicator(c, throttle) for axes, c in executor.communicators.items()}
-    executor.communicators, executor.gradients.communicators = slowed, slowed
-    executor.everyone = slowed[tuple(range(len(executor.plan.stages[0].mesh.axes)))]
+    executor.wrap(lambda communicator: ThrottledCommunicator(communicator, throttle))
     model.register_forward_pre_hook(lambda *_: throttle.pay())
     executor.program(executor.plan.first).module.register_forward_pre_hook(lambda *_: throttle.restart())
 

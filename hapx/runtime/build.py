@@ -93,16 +93,15 @@ def build_local(
     communicators: Communicators,
     rng: Rng,
     *,
+    stage: int = 0,
     device: torch.device | None = None,
     local_inputs: Mapping[str, Placement] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     gradient_dtype: torch.dtype | None = None,
 ) -> LocalProgram:
-    """The program of `key` for device `rank`. `local_inputs`: inputs that arrive in the given placement instead of Replicated; the
+    """The program of `key` for device `rank`'s part of a stage. `local_inputs`: inputs that arrive in the given placement instead of Replicated; the
     program must hold the conversion from Replicated to it. `gradient_dtype`: in which gradients of parameters are summed over devices."""
-    if len(plan.stages) != 1:
-        raise PlanError(f"a plan with {len(plan.stages)} pipeline stages cannot be run yet", allowed="one stage", hint="plan with max_stages=1")
-    builder = _Builder(plan, rank, key, communicators, rng, device or torch.device("cpu"), dict(local_inputs or {}), gradient_dtype)
+    builder = _Builder(plan, stage, rank, key, communicators, rng, device or torch.device("cpu"), dict(local_inputs or {}), gradient_dtype)
     return builder.build(bucket_bytes)
 
 
@@ -110,11 +109,11 @@ class _Builder:
     """The program while it is made. `scope`: the graph under way, `top` or that of a region."""
 
     def __init__(
-        self, plan: Plan, rank: int, key: ProgramKey, communicators: Communicators, rng: Rng, device: torch.device,
+        self, plan: Plan, number: int, rank: int, key: ProgramKey, communicators: Communicators, rng: Rng, device: torch.device,
         local_inputs: dict[str, Placement], gradient_dtype: torch.dtype | None,
     ):  # fmt: skip
-        stage = plan.stages[0]
-        self.graph, self.program = plan.graphs[key], stage.programs[key]
+        stage = plan.stages[number]
+        self.graph, self.program = plan.part(key, number), stage.programs[key]
         self.stored = frozenset(self.program.needs)
         self.key, self.position, self.communicators, self.rng, self.device = key, Position.of(stage, key, rank), communicators, rng, device
         self.local_inputs, self.gradient_dtype = local_inputs, gradient_dtype

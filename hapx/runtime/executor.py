@@ -7,21 +7,22 @@ In: a plan, the user's module, communicators (over torch.distributed, or between
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from hapx.collectives.freed import freeing
+from hapx.collectives.communicator import Communicator
 from hapx.collectives.rng import Rng
 from hapx.errors import LaunchError
 from hapx.layout import divide
 from hapx.plan import Communication, Plan, ProgramKey
-from hapx.runtime.build import LocalProgram, build_local
+from hapx.runtime.build import LocalProgram
 from hapx.runtime.gradients import BUCKET_BYTES, GradientSynchroniser
 from hapx.runtime.local import Communicators, Position
-from hapx.runtime.parameters import ParameterStore
+from hapx.runtime.parameters import Home, ParameterStore
+from hapx.runtime.stage import StageRunner
 from hapx.states import Placement, Sharded
 
 # forward passes in training between two alignments of parameters that several kinds of devices keep (rounding differs between kinds)
@@ -46,60 +47,56 @@ class Executor:
     ):  # fmt: skip
         if len(plan.stages) != 1:
             raise LaunchError(
-                f"the plan has {len(plan.stages)} pipeline stages, which cannot be run yet", allowed="one stage", hint="plan with max_stages=1"
+                f"the plan has {len(plan.stages)} pipeline stages", where="Executor", allowed="one stage", hint="hapx.runtime.pipeline runs several"
             )
-        self.plan, self.rank, self.module, self.communicators = plan, rank, module, communicators
-        self.device, self.bucket_bytes = device or torch.device("cpu"), bucket_bytes
+        self.rank, self.module, self.communicators = rank, module, communicators
+        self.device = device or torch.device("cpu")
         self.rng = Rng(seed)
         self.drifts = len({plan.cluster.devices[d].type for d in plan.stages[0].mesh.devices}) > 1
         self.everyone = communicators[tuple(range(len(plan.stages[0].mesh.axes)))]
-        self.store = ParameterStore(module, plan, self.position(plan.first), communicators, self.device)
+        home = Home(0, Position.of(plan.stages[0], plan.first, rank), communicators)
+        self.store = ParameterStore(module, plan, (home,), self.everyone, self.device)
         self.gradients = GradientSynchroniser(dict(module.named_parameters(remove_duplicate=False)), communicators, gradient_dtype)
-        self.programs: dict[tuple[ProgramKey, tuple[tuple[str, Placement], ...]], LocalProgram] = {}
+        self.runner = StageRunner(plan, 0, rank, module, communicators, self.rng, self.gradients, device=self.device, bucket_bytes=bucket_bytes)
+
+    @property
+    def plan(self) -> Plan:
+        return self.runner.plan
+
+    @plan.setter
+    def plan(self, longer: Plan) -> None:
+        """The same plan with more programs."""
+        self.runner.plan = longer
+
+    @property
+    def started(self) -> bool:
+        """Whether a program was built."""
+        return bool(self.runner.programs)
+
+    def wrap(self, wrapper: Callable[[Communicator], Communicator]) -> None:
+        """Puts something between the device and its communicators, before the first program is built."""
+        self.communicators = {axes: wrapper(c) for axes, c in self.communicators.items()}
+        self.runner.communicators = self.gradients.communicators = self.communicators
+        self.everyone = self.communicators[tuple(range(len(self.plan.stages[0].mesh.axes)))]
 
     def position(self, key: ProgramKey) -> Position:
-        return Position.of(self.plan.stages[0], key, self.rank)
+        return self.runner.position(key)
 
     def program(self, key: ProgramKey, local_inputs: Mapping[str, Placement] | None = None) -> LocalProgram:
         """The local program, built at its first use."""
-        local = tuple(sorted((local_inputs or {}).items(), key=lambda item: item[0]))
-        if (key, local) not in self.programs:
-            self.programs[key, local] = build_local(
-                self.plan, self.rank, key, self.communicators, self.rng,
-                device=self.device, local_inputs=dict(local), bucket_bytes=self.bucket_bytes, gradient_dtype=self.gradients.dtype,
-            )  # fmt: skip
-        return self.programs[key, local]
+        return self.runner.program(key, local_inputs)
 
     # ---- running ------------------------------------------------------------------------------------------------------
 
     def run(self, key: ProgramKey, inputs: Mapping[str, Tensor], local_inputs: Mapping[str, Placement] | None = None) -> dict[str, Tensor]:
         """One forward pass. `inputs`: by the graph's names, whole, except for `local_inputs`. Returns the graph's outputs by name,
         as this device has them, and updates the module's buffers."""
-        program = self.program(key, local_inputs)
+        self.runner.program(key, local_inputs)  # built before anything changes
         if key.mode == "train":
             self.rng.next_step()
             if self.drifts and self.rng.step % ALIGN_EVERY == 0:
                 self.store.align()
-        current = self.gradients.begin(program.layout) if torch.is_grad_enabled() else None
-        for entry in program.entries:
-            entry.current = current
-        arguments = [self.module.get_parameter(n) for n in program.parameters]
-        arguments += [self.module.get_buffer(n) for n in program.buffers]
-        arguments += [inputs[n] for n in program.inputs]
-        # the program says itself in which dtypes it computes, whatever the caller has on
-        with freeing(), torch.autocast(self.device.type, enabled=False):
-            values = program.module(*arguments)
-        for entry in program.entries:
-            entry.current = None  # the pass belongs to the graph that autograd keeps, not to the program
-        results = {}
-        for output, value in zip(program.graph.outputs, values, strict=True):
-            if output.role == "buffer":
-                assert output.target is not None
-                with torch.no_grad():
-                    self.module.get_buffer(output.target).copy_(value)
-            else:
-                results[output.tensor] = value
-        return results
+        return self.runner.run(key, inputs, local_inputs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward of forward passes inside keeps gradients aside; they join the next one outside."""

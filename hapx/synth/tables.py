@@ -108,7 +108,7 @@ class TensorTable:
         self.stored: list[Kept] = []
         for p in stored:
             memory = cost.storage(ref, p)
-            update = (CommunicationCost("synchronise", cost.update(ref, p), False),) if training and ref.requires_grad else ()
+            update = (CommunicationCost("synchronise", cost.update(ref, p), False),) if training and ref.requires_grad and self.parameter else ()
             both = numbered(terms, StepCost(None, None, update, memory))
             self.stored.append(Kept(self.number[p], memory, StepCost(None, None, update, None), both))
         self._closure: dict[int, int] = {}

@@ -100,7 +100,7 @@ def shares(mesh: Mesh, source: Placement, target: Placement) -> bool:
 
 def shared_placements(ref: TensorRef, mesh: Mesh, source: Placement, target: Placement) -> tuple[Placement, ...]:
     """The placements that such a path passes, source and target included; none if there is no such path."""
-    if ref.kind is not Kind.VALUE or not shares(mesh, source, target):
+    if ref.kind not in (Kind.VALUE, Kind.RECEIVED) or not shares(mesh, source, target):
         return ()
     between = _inner_shards(ref.shape, mesh, source.states[OUTER], target.states[OUTER])
     return _shared_placements(ref.requires_grad, source, target, between) if between is not None else ()

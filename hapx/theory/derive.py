@@ -23,6 +23,9 @@ from hapx.theory.grains import Grains, find_grains, node_key, operands
 from hapx.theory.registry import LocalCall, Rule, Site, lookup
 from hapx.theory.triple import Theory
 
+# what is there, in a placement that is chosen, before a program begins
+STORED = (Kind.PARAMETER, Kind.BUFFER, Kind.RECEIVED)
+
 
 class ReplicatedOperatorWarning(UserWarning):
     """An operator without an entry runs whole on every device."""
@@ -48,9 +51,14 @@ def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None) -> Theory:
     check_operators(graph)
     derivation = _Derivation(graph, mesh, grains)
     triples, alike = zip(*(derivation.triples(i) for i in range(len(graph.nodes))), strict=True) if graph.nodes else ((), ())
-    stored = {r.name: _stored(r, mesh, grains, graph.segments_of[r.name]) for kind in (Kind.PARAMETER, Kind.BUFFER) for r in graph.of_kind(kind)}
+    stored = {r.name: _stored(r, mesh, grains, graph.segments_of[r.name]) for kind in STORED for r in graph.of_kind(kind)}
     batch = batch_cuts(graph, mesh, grains)
-    outputs = {o.tensor: _allowed(graph, mesh, batch, o.tensor, o.role) for o in graph.outputs}
+    outputs = {
+        o.tensor: _stored(graph.refs[o.tensor], mesh, grains, graph.segments_of[o.tensor])
+        if o.role == "boundary"
+        else _allowed(graph, mesh, batch, o.tensor, o.role)
+        for o in graph.outputs
+    }
     return Theory(graph, mesh, triples, stored, outputs, batch, alike)
 
 
@@ -105,7 +113,7 @@ class _Derivation:
 
         found = []
         for shape in shapes:
-            body = _body(node, index, tensors, shape)
+            body = _body(node, index + self.graph.first, tensors, shape)
             assert body is not None, f"alike nodes differ: {node}"
             pre, post = named(tensors, shape.pre), named(node.outputs, shape.post)
             found += [Triple(index, pre, post, call, shape.work) for call in in_all_forms(body)]
@@ -184,7 +192,7 @@ def _state(slot: object, ref: TensorRef, cut: Cut | None) -> State:
 
 
 def _stored(ref: TensorRef, mesh: Mesh, grains: Grains, segments: tuple[int, ...]) -> tuple[Placement, ...]:
-    """Placements in which a parameter or buffer may be kept: whole, or in shards of any of its sites, on each axis.
+    """Placements in which a parameter or buffer may be kept, or a tensor cross between stages: whole, or in shards of any of its sites, on each axis.
 
     A shard is either cut as a computation uses it (compute rows of the `segments` that use it) or only for keeping (the storage row of
     the first of them; dim 0 or the first dim with enough units)."""

@@ -141,4 +141,7 @@ def _collect(
     for member, limit in limits.items():
         unit_of[classes[member]] = gcd(unit_of[classes[member]], limit)
     batch = frozenset(classes[r.name, Site(0)] for r in graph.of_kind(Kind.INPUT) if r.shape and r.shape[0] == graph.batch > 1)
+    # what another stage sends: rows are samples, or samples times positions
+    rows = (r for r in graph.of_kind(Kind.RECEIVED) if r.shape and r.shape[0] > 1 and r.shape[0] % graph.batch == 0 and graph.batch > 1)
+    batch |= frozenset(classes[r.name, Site(0)] for r in rows)
     return Grains(rules, {m: unit_of[c] for m, c in classes.items()}, classes, batch)

@@ -53,9 +53,9 @@ def _start(program: Program, theory: Theory, storage: Mapping[str, Placement]) -
     for ref in theory.graph.refs.values():
         if ref.kind is Kind.INPUT or (ref.kind is Kind.CONSTANT and ref.name not in theory.graph.producer):
             have.add(Property(ref.name, whole))
-        elif ref.kind in (Kind.PARAMETER, Kind.BUFFER):
+        elif ref.kind in (Kind.PARAMETER, Kind.BUFFER, Kind.RECEIVED):
             if ref.name not in storage:
-                raise PlanError(f"{ref.name} is not stored", where="storage")
+                raise PlanError(f"{ref.name} is not {'received' if ref.kind is Kind.RECEIVED else 'stored'}", where="storage")
             if storage[ref.name] not in theory.stored[ref.name]:
                 raise PlanError(f"{ref.name} cannot be stored as {storage[ref.name]}", where="storage")
             have.add(Property(ref.name, storage[ref.name]))

@@ -38,7 +38,7 @@ def both_modes(lengths: tuple[int, ...]) -> Plan:
     """A plan with a training and an evaluation program."""
     train, evaluate = mlp_batch_split(WIDTHS, lengths), mlp_batch_split(WIDTHS, lengths, mode="eval")
     a, b = train.stages[0], evaluate.stages[0]
-    stage = replace(a, programs={**a.programs, **b.programs}, lengths={**a.lengths, **b.lengths})
+    stage = replace(a, programs={**a.programs, **b.programs}, lengths={**a.lengths, **b.lengths}, nodes={**a.nodes, **b.nodes})
     return replace(train, graphs={**train.graphs, **evaluate.graphs}, stages=(stage,))
 
 
@@ -165,7 +165,7 @@ def planner_by_hand() -> types.ModuleType:
         more = mlp_batch_split(WIDTHS, lengths(graph.batch), mode=key.mode)
         assert more.graphs[key].hash == graph.hash
         a, b = plan.stages[0], more.stages[0]
-        stage = replace(a, programs={**a.programs, **b.programs}, lengths={**a.lengths, **b.lengths})
+        stage = replace(a, programs={**a.programs, **b.programs}, lengths={**a.lengths, **b.lengths}, nodes={**a.nodes, **b.nodes})
         return replace(plan, graphs={**plan.graphs, **more.graphs}, stages=(stage,))
 
     module.plan_module, module.extend = plan_module, extend  # type: ignore[attr-defined]

@@ -202,7 +202,7 @@ def saved_bytes(plan: Plan, name: str, threads: Any = None) -> int:
 @pytest.mark.parametrize("name, left", [("gpt", 0.15), ("gpt, dropout", 0.15), ("cnn", 0.8)])
 def test_less_is_kept_for_backward(name: str, left: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The measured bytes drop by about what the memory model says (which counts one region as if it were none)."""
-    monkeypatch.setattr("hapx.runtime.executor.freeing", Watching)
+    monkeypatch.setattr("hapx.runtime.stage.freeing", Watching)
     rule = Restriction("dp", mesh="flat", split="batch", ratios="even", sfb="never", storage="as-used")
     without, blocks = (plan_graphs([graph_of(name)], FOUR, strategy=replace(rule, remat=r)) for r in ("none", "blocks"))
     before, after = (run_ranks(p, saved_bytes, p, name)[0] for p in (without, blocks))
