@@ -14,7 +14,7 @@ from hapx.errors import PlanError
 from hapx.pieces import Layout, Runs, head_and_tail, length
 from hapx.reshard import ReshardPlan, bytes_between, bytes_between_machines, reshard_plan
 from hapx.states import INVARIANT, PARTIAL, Cut, Placement, Row, Sharded
-from support.layouts import layouts, local_array, mesh_of, shapes
+from support.layouts import layouts, local_array, mesh_of, meshes, shapes
 
 # ---- applying a plan to arrays ---------------------------------------------------------------------------------------------------
 
@@ -54,9 +54,9 @@ def check(plan: ReshardPlan) -> None:
 
 @st.composite
 def pairs(draw: st.DrawFn, apart: bool = False) -> tuple[tuple[int, ...], Layout, Layout]:
-    shape = draw(shapes())
-    source = draw(layouts(shape, 12 if apart else 8))
-    return shape, source, draw(layouts(shape, 12 if apart else 8, source.mesh.devices if apart else ()))
+    shape, source = draw(shapes()), draw(meshes(12 if apart else 8))
+    target = draw(meshes(12 if apart else 8, source.devices if apart else ()))
+    return shape, draw(layouts(shape, source)), draw(layouts(shape, target))
 
 
 @settings(max_examples=150)

@@ -31,11 +31,17 @@ def shapes(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, shape: tuple[int, ...], num_devices: int = 8, disjoint_from: tuple[int, ...] = ()) -> Layout:
-    """A layout on some of `num_devices` devices."""
+def meshes(draw: st.DrawFn, num_devices: int = 8, disjoint_from: tuple[int, ...] = ()) -> Mesh:
+    """A mesh of some of `num_devices` devices."""
     free = [d for d in range(num_devices) if d not in disjoint_from]
     sizes = draw(st.sampled_from([s for s in MESHES if prod(s) <= len(free)]))
-    mesh = mesh_of(sizes, tuple(draw(st.permutations(free))[: prod(sizes)]))
+    return mesh_of(sizes, tuple(draw(st.permutations(free))[: prod(sizes)]))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    """A layout on a mesh."""
+    sizes = mesh.sizes
     states: list = []
     for axis in range(len(sizes)):
         choices = [INVARIANT, *(s for s in splits(shape, axis) if compatible([*states, s]))]
