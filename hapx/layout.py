@@ -72,6 +72,8 @@ def block(placement: Placement, axis: int, sizes: Sequence[int], lengths: Length
     for other, state in enumerate(placement.states):
         if other == axis or not isinstance(state, Sharded) or state.dim != mine.dim or state.same_split(mine):
             continue
+        if followers(placement, other):  # what several axes leave of a factor is what the innermost leaves
+            continue
         units = state.cut.units
         have = axis_lengths(placement, other, sizes, lengths, coordinates)[coordinates[other]]
         if mine.outer % (state.outer * units) == 0:

@@ -4,10 +4,11 @@ from hapx.collectives.communicator import Communicator, Handle, ProcessGroupComm
 from hapx.collectives.composites import COMPOSITES
 from hapx.collectives.conversion import Conversion
 from hapx.collectives.freed import free_after_forward, freeing
+from hapx.collectives.messages import Messenger, ProcessGroupMessenger, ThreadMessenger, create_messenger
 from hapx.collectives.rng import Rng
 from hapx.collectives.threads import ThreadCommunicator, alone, run_threads
 
 __all__ = [
-    "COMPOSITES", "Communicator", "Conversion", "Handle", "ProcessGroupCommunicator", "Rng", "ThreadCommunicator", "alone", "create_groups",
-    "free_after_forward", "freeing", "run_threads",
+    "COMPOSITES", "Communicator", "Conversion", "Handle", "Messenger", "ProcessGroupCommunicator", "ProcessGroupMessenger", "Rng",
+    "ThreadCommunicator", "ThreadMessenger", "alone", "create_groups", "create_messenger", "free_after_forward", "freeing", "run_threads",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from hapx.collectives.mailbox import Mailbox
 from hapx.errors import LaunchError
 from hapx.plan import Form
 
@@ -28,6 +29,7 @@ class _World:
 
     def __init__(self, timeout: float):
         self.timeout = timeout
+        self.mailbox = Mailbox(timeout)
         self.lock = threading.Lock()
         self.groups: dict[tuple[int, ...], _Group] = {}
         self.broken = False
@@ -44,6 +46,7 @@ class _World:
             self.broken = True
             for group in self.groups.values():
                 group.barrier.abort()
+        self.mailbox.abort()
 
 
 class _Group:
@@ -68,6 +71,11 @@ class ThreadCommunicator:
     def __init__(self, world: _World, members: tuple[int, ...], rank: int):
         self._world, self._members, self._group = world, members, world.group(members)
         self.rank, self.size = rank, len(members)
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """The messages of all threads, by ranks of the whole world."""
+        return self._world.mailbox
 
     def __repr__(self) -> str:
         return f"ThreadCommunicator(rank {self.rank} of {self.size})"

@@ -1,0 +1,152 @@
+"""Messages from one device to another: one protocol; `ProcessGroupMessenger` carries them over torch.distributed, `ThreadMessenger` between the
+threads of one process.
+
+In: tensors of any dtype, device numbers, channels. Out: handles; a sent tensor must not change before its handle was waited for, a received one is
+there after it. Invariants: messages of a lane (source, target, channel) arrive in the order of sending; lanes never wait for each other; neither
+sending nor asking for a message waits for the other side; of an empty tensor nothing is sent. A message to oneself is a copy, and must have been
+sent when it is waited for. A peer that is gone, or does not answer in time, is one `LaunchError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hapx.collectives.communicator import Handle
+from hapx.collectives.lost import lost_rank
+from hapx.collectives.mailbox import Lane, Mailbox
+from hapx.collectives.threads import ThreadCommunicator
+from hapx.errors import LaunchError
+
+
+class Messenger(Protocol):
+    """The messages of one device."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def isend(self, t: Tensor, device: int, channel: int = 0) -> Handle:
+        """Starts to send `t`, which must not change before the handle was waited for. Handles have to be waited for some time."""
+
+    def irecv(self, buffer: Tensor, device: int, channel: int = 0) -> Handle:
+        """Asks for the next message of that device; the contiguous `buffer` has it, in the dtype and number of elements sent, after `wait`."""
+
+
+class ThreadMessenger:
+    """Between the threads of one `run_threads`; `world`: the communicator of all of them."""
+
+    def __init__(self, world: ThreadCommunicator):
+        self.rank, self._mailbox = world.rank, world.mailbox
+
+    def isend(self, t: Tensor, device: int, channel: int = 0) -> Handle:
+        if t.numel():
+            self._mailbox.put((self.rank, device, channel), _bytes(t))
+        return _Done(t)
+
+    def irecv(self, buffer: Tensor, device: int, channel: int = 0) -> Handle:
+        return _Asked(self._mailbox, (device, self.rank, channel), buffer) if buffer.numel() else _Done(buffer)
+
+
+class ProcessGroupMessenger:
+    """Between the processes of the default process group, whose ranks are the devices. See `create_messenger`.
+
+    Args:
+        groups: a process group of the two devices for every lane of this device; None: the backend tells channels apart by itself (gloo).
+    """
+
+    def __init__(self, groups: Mapping[Lane, dist.ProcessGroup] | None = None):
+        self.rank, self._groups, self._own = dist.get_rank(), groups, Mailbox(0.0)
+
+    @lost_rank()
+    def isend(self, t: Tensor, device: int, channel: int = 0) -> Handle:
+        lane = (self.rank, device, channel)
+        if not t.numel():
+            return _Done(t)
+        if device == self.rank:
+            self._own.put(lane, _bytes(t))
+            return _Done(t)
+        data = _bytes(t)
+        return _Running(dist.isend(data, device, **self._how(lane)), t, data)
+
+    @lost_rank()
+    def irecv(self, buffer: Tensor, device: int, channel: int = 0) -> Handle:
+        lane = (device, self.rank, channel)
+        if not buffer.numel():
+            return _Done(buffer)
+        if device == self.rank:
+            return _Asked(self._own, lane, buffer)
+        assert buffer.is_contiguous(), (buffer.shape, buffer.stride())
+        data = _bytes(buffer)
+        return _Running(dist.irecv(data, device, **self._how(lane)), buffer, data)
+
+    def _how(self, lane: Lane) -> dict[str, Any]:
+        if self._groups is None:
+            return {"tag": lane[2]}
+        assert lane in self._groups, f"nobody made a process group for {lane}"
+        return {"group": self._groups[lane]}
+
+
+def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None) -> ProcessGroupMessenger:
+    """A messenger for the lanes (source, target, channel) that any process uses.
+
+    Every process must call it with the same lanes: NCCL knows no channels, runs what is asked of one communicator one after the other, and lets a
+    message wait for its receiver; so that no lane waits for another, each has a process group, made by all. gloo needs none."""
+    if dist.get_backend() == "gloo":
+        return ProcessGroupMessenger()
+    me, groups = dist.get_rank(), {}
+    for lane in sorted(set(lanes)):
+        source, target, _ = lane
+        if source == target:
+            continue
+        group = dist.new_group(sorted((source, target)), timeout=timeout)
+        if me in (source, target):
+            groups[lane] = group
+    return ProcessGroupMessenger(groups)
+
+
+class _Done:
+    """A message that is already on its way, or none."""
+
+    def __init__(self, t: Tensor):
+        self.t = t
+
+    def wait(self) -> Tensor:
+        return self.t
+
+
+class _Asked:
+    """A message that will be in a mailbox. Asked for now: messages come in the order of asking."""
+
+    def __init__(self, mailbox: Mailbox, lane: Lane, buffer: Tensor):
+        assert buffer.is_contiguous(), (buffer.shape, buffer.stride())
+        self.mailbox, self.lane, self.buffer, self.number = mailbox, lane, buffer, mailbox.ask(lane)
+
+    def wait(self) -> Tensor:
+        message, data = self.mailbox.take(self.lane, self.number), _bytes(self.buffer)
+        if message.numel() != data.numel():
+            source, target, _ = self.lane
+            raise LaunchError(f"device {source} sends {message.numel()} bytes where {data.numel()} were expected", where=f"rank {target}")
+        data.copy_(message)
+        return self.buffer
+
+
+class _Running:
+    """A message under way; keeps what the backend reads or writes."""
+
+    def __init__(self, work: Any, t: Tensor, data: Tensor):
+        self.work, self.t, self.data = work, t, data
+
+    @lost_rank()
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.t
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """The elements in one row, as bytes, which every backend can send; of a contiguous tensor, the same memory."""
+    return t.detach().contiguous().reshape(-1).view(torch.uint8)
