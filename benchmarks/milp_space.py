@@ -16,16 +16,14 @@ from dataclasses import dataclass, replace
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
 from hapx.cost.terms import Shares, Term
 from hapx.ir import Kind
-from hapx.plan import Communication, Form
 from hapx.states import REPLICATED, Placement
-from hapx.theory.conversion import free, paths, storages
+from hapx.synth.exhaustive import ALL_FORMS, routes
+from hapx.theory.conversion import free, storages
 from hapx.theory.factors import form_allowed
 from hapx.theory.triple import Theory
-from hapx.transposes import forward_collective
 
 Vector = tuple[float, ...]
 Vertex = tuple[int, frozenset[Placement] | None]  # reads so far, placements (None: a parameter that is not stored yet)
-ALL_FORMS = frozenset(f.value for f in Form)
 DIRECTIONS = ("forward", "backward")
 
 
@@ -216,17 +214,10 @@ class _Builder:
         key = name, source, target
         if key not in self.between:
             ref = self.graph.refs[name]
-            found = {id(cost): cost for path in self._paths(name, source, target) for cost in (self.costs.conversion(ref, path, target),)}
+            costs = [self.costs.conversion(ref, path, target) for path in routes(self.theory, ref, source, target, self.forms)]
+            found = {id(cost): cost for cost in costs}
             self.between[key] = _least([self._price(cost) for cost in found.values()])
         return self.between[key]
-
-    def _paths(self, name: str, source: Placement, target: Placement) -> Iterator[tuple[Communication, ...]]:
-        ref = self.graph.refs[name]
-        for path in paths(ref, self.theory.mesh, source, target, self.forms):
-            yield path
-            gathers = [forward_collective(c.source, c.target) == "all_gather" for c in path]
-            if ref.kind is Kind.PARAMETER and self.graph.mode == "train" and any(gathers):
-                yield tuple(replace(c, free=g) for c, g in zip(path, gathers, strict=True))
 
     # -- prices ----------------------------------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from functools import cached_property
 from operator import add
 from typing import Literal
 
-from hapx.cost.model import BUCKET_BYTES, CommunicationCost, CostModel, StepCost
+from hapx.buckets import BUCKET_BYTES, in_buckets
+from hapx.cost.model import CommunicationCost, CostModel, StepCost
 from hapx.cost.terms import Piece, Term
 from hapx.errors import HapError
 from hapx.ir import Graph, Kind, OpCall
@@ -211,15 +212,9 @@ def _gradient_bytes(instruction: Instruction, step: StepCost, graph: Graph) -> i
 def _full_buckets(sizes: Sequence[int]) -> frozenset[int]:
     """Instructions after whose backward a bucket is complete: those with the last gradient before the bucket would exceed its limit, or of all.
     `sizes`: bytes of the gradient of every instruction, in forward order; backward meets them in reverse."""
-    full, held, last = set(), 0, None
-    for k in reversed(range(len(sizes))):
-        if not sizes[k]:
-            continue
-        if last is not None and held + sizes[k] > BUCKET_BYTES:
-            full.add(last)
-            held = 0
-        held, last = held + sizes[k], k
-    return frozenset(full if last is None else {*full, last})
+    met = [k for k in reversed(range(len(sizes))) if sizes[k]]
+    numbers = in_buckets((("all", sizes[k]) for k in met), BUCKET_BYTES)
+    return frozenset(dict(zip(numbers, met, strict=True)).values())  # the last of each
 
 
 class _Clock:

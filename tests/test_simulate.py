@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hapx.buckets import BUCKET_BYTES
 from hapx.cluster.spec import ClusterSpec, Link
-from hapx.cost.model import BUCKET_BYTES, CostModel
+from hapx.cost.model import CostModel
 from hapx.errors import HapError
 from hapx.ir import Graph, OpCall
 from hapx.plan import VERSION, Instruction, Plan, Program, Stage

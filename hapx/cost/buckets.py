@@ -1,4 +1,4 @@
-"""Buckets of gradients, as `hapx.runtime.gradients.bucket_layout` makes them, for every kind of devices at once.
+"""The memory of buckets of gradients (`hapx.buckets`), for every kind of devices at once.
 
 In: the parameters that enter the gradient synchroniser, in order of first use. Out: bytes that are allocated when a gradient arrives. Invariant: a
 bucket is allocated whole when its first gradient is there, and stays: the summed gradients are views of it.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hapx.cost.model import BUCKET_BYTES
+from hapx.buckets import in_buckets
 from hapx.cost.terms import Vector
 from hapx.ir import TensorRef
 from hapx.states import Placement
@@ -41,16 +41,12 @@ class Buckets:
 
     def _lay_out(self, uses: Sequence[Use], local: dict[Key, float]) -> None:
         """The buckets of one kind."""
-        sizes: list[float] = []
-        running: dict[tuple[tuple[int, ...], str], int] = {}
-        for use in reversed(uses):
-            group = use.key[1], use.ref.dtype
-            index = running.get(group)
-            if index is None or sizes[index] + local[use.key] > BUCKET_BYTES:
-                index = running[group] = len(sizes)
-                sizes.append(0.0)
-            sizes[index] += local[use.key]
-            self._bucket[use.key].append(index)
+        backward = uses[::-1]
+        numbers = in_buckets(((use.key[1], use.ref.dtype), local[use.key]) for use in backward)
+        sizes = [0.0] * (1 + max(numbers))
+        for use, number in zip(backward, numbers, strict=True):
+            sizes[number] += local[use.key]
+            self._bucket[use.key].append(number)
         self._sizes.append(sizes)
 
     def fill(self, key: Key) -> Vector:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hapx.buckets import BUCKET_BYTES
 from hapx.cluster.spec import PRECISIONS, ClusterSpec
 from hapx.cost import memory
 from hapx.cost.compute import Work, hidden, is_view, work
@@ -38,9 +39,6 @@ from hapx.states import REPLICATED, Cut, Invariant, Partial, Placement, Replicat
 from hapx.theory.factors import gathered as gathered_factor
 from hapx.theory.triple import Theory
 from hapx.transposes import backward_collective, forward_collective
-
-# gradients are synchronised in buckets of this size: a parameter pays its part of a bucket's latency
-BUCKET_BYTES = 25 * 2**20
 
 MEAN = 1
 # dtypes that have a speed of their own whatever precision float32 products run at

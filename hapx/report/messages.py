@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from hapx.plan import Form
 from hapx.report.folding import fold
-from hapx.report.pricing import Message, Pricing
+from hapx.report.pricing import Message, Pricing, Sent
 from hapx.report.render import new_table, render
 from hapx.report.words import Vocabulary, collective_text, size_text, time_text
 
@@ -20,21 +20,11 @@ OF_PARAMETERS = frozenset({"gradients", "weights"})
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """Communications that are alike. size, seconds: of one of them; times: how many there are per iteration; volume: the part of `seconds` that its
-    bytes take, the rest is latency. tensors: of all of them."""
+class Traffic(Sent):
+    """Communications that are alike; size, seconds, volume: of one of them. times: how many there are per iteration; tensors: of all of them."""
 
     layer: str
-    what: str
-    direction: str
-    collective: str
-    form: Form
-    axis: int
-    size: float
-    seconds: float
-    volume: float
     times: int
-    crosses: bool
     tensors: tuple[str, ...]
 
     @property
@@ -73,7 +63,7 @@ def _draft(members: Sequence[tuple[str, Message]]) -> Traffic:
     together = m.what in OF_PARAMETERS
     size, seconds, volume = ((sum(getattr(x, name) for _, x in members) if together else getattr(m, name)) for name in ("size", "seconds", "volume"))
     times, tensors = 1 if together else len(members), tuple(x.tensor for _, x in members)
-    return Traffic(module, m.what, m.direction, m.collective, m.form, m.axis, size, seconds, volume, times, m.crosses, tensors)
+    return Traffic(m.what, m.direction, m.collective, m.form, m.axis, size, seconds, volume, m.crosses, module, times, tensors)
 
 
 def traffic_table(rows: Sequence[Traffic], words: Vocabulary, most: int | None = None) -> str:

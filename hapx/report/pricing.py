@@ -32,12 +32,11 @@ What = Literal["activations", "gradients", "weights", "loss", "buffers", "factor
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """One collective of an instruction. size: bytes of the tensor as it is whole along the axis (all-to-all: of what a device sends), on the device
-    that has most; seconds: on the slowest device; volume: those of them that are not latency. crosses: it uses the network between machines."""
+class Sent:
+    """What a collective moves. size: bytes of the tensor as it is whole along the axis (all-to-all: of what a device sends), on the device that has
+    most; seconds: on the slowest device; volume: those of them that are not latency. crosses: it uses the network between machines."""
 
     what: What
-    tensor: str
     direction: Literal["forward", "backward", "synchronise"]
     collective: str
     form: Form
@@ -45,8 +44,15 @@ class Message:
     size: float
     seconds: float
     volume: float
-    cuts: bool
     crosses: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Message(Sent):
+    """One collective of an instruction. cuts: it ends a phase."""
+
+    tensor: str
+    cuts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +216,8 @@ class Pricing:
     def _message(self, cost: CommunicationCost, what: What, tensor: str, moved: Moved, axis: int, late: CommunicationCost) -> Message:
         seconds = float(cost.term.at({}).max())
         return Message(
-            what, tensor, cost.direction, moved.collective, moved.form, axis, float(moved.whole.at({}).max()), seconds,
-            max(seconds - float(late.term.at({}).max()), 0.0), cost.cuts, self.costs.links[axis].crosses,
+            what, cost.direction, moved.collective, moved.form, axis, float(moved.whole.at({}).max()), seconds,
+            max(seconds - float(late.term.at({}).max()), 0.0), self.costs.links[axis].crosses, tensor, cost.cuts,
         )  # fmt: skip
 
 

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hapx.buckets import BUCKET_BYTES, in_buckets
 from hapx.runtime.local import Communicators
 from hapx.runtime.sums import STEPS, Sum, buffer_size, start
-
-BUCKET_BYTES = 25 * 2**20
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -69,27 +68,19 @@ class Use:
 
 
 def bucket_layout(uses: Sequence[Use], device: torch.device, limit: int = BUCKET_BYTES) -> Layout:
-    """Buckets for `uses`, in order of first use in forward: backward meets them in reverse. A bucket is closed before it would
-    exceed `limit` bytes, and launched when its last gradient is there, so buckets are in the order of their last members."""
-    last: dict[int, int] = {}
-    open_buckets: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
-    members: list[list[Use]] = []
-    for position, use in enumerate(reversed(uses)):
-        group = (use.key[1], use.dtype)
-        index = open_buckets.get(group)
-        if index is None or (sum(u.size for u in members[index]) + use.size) * use.dtype.itemsize > limit:
-            index = open_buckets[group] = len(members)
-            members.append([])
-        members[index].append(use)
-        last[index] = position
+    """Buckets for `uses`, in order of first use in forward: backward meets them in reverse. A bucket is launched when its last
+    gradient is there, so buckets are in the order of their last members."""
+    backward = uses[::-1]
+    numbers = in_buckets((((use.key[1], use.dtype), use.size * use.dtype.itemsize) for use in backward), limit)
+    last = {index: position for position, index in enumerate(numbers)}
     buckets, slots = [], {}
     for number, index in enumerate(sorted(last, key=last.__getitem__)):
+        members = [use for use, own in zip(backward, numbers, strict=True) if own == index]
         start = 0
-        for use in members[index]:
+        for use in members:
             slots[use.key] = Slot(use.key, number, start, start + use.size)
             start += use.size
-        first = members[index][0]
-        buckets.append(Bucket(first.key[1], first.dtype, device, tuple(u.key for u in members[index]), start))
+        buckets.append(Bucket(members[0].key[1], members[0].dtype, device, tuple(u.key for u in members), start))
     return Layout(tuple(buckets), slots)
 
 

@@ -156,7 +156,7 @@ class Enumeration:
             return
         reach = {q for p in placements for q in self._known(name) if free(ref, p, q)}
         for source in sorted(reach, key=str):
-            for path in self._paths(name, source, target):
+            for path in routes(self.theory, ref, source, target, self.forms):
                 yield placements | {source, target}, self.costs.conversion(ref, path, target)
 
     def _known(self, tensor: str) -> set[Placement]:
@@ -164,14 +164,6 @@ class Enumeration:
         known = {p.placement for ts in self._instructions for t, _ in ts for p in (*t.pre, *t.post) if p.tensor == tensor}
         known |= {*self.theory.stored.get(tensor, ()), *self.theory.outputs.get(tensor, ())}
         return known | ({self.whole} if self._source(self.graph.refs[tensor]) else set())
-
-    def _paths(self, tensor: str, source: Placement, target: Placement) -> Iterator[tuple[Communication, ...]]:
-        ref = self.graph.refs[tensor]
-        for path in paths(ref, self.theory.mesh, source, target, self.forms):
-            yield path
-            gathers = [forward_collective(c.source, c.target) == "all_gather" for c in path]
-            if ref.kind is Kind.PARAMETER and self.graph.mode == "train" and any(gathers):
-                yield tuple(replace(c, free=g) for c, g in zip(path, gathers, strict=True))
 
     def _at(self, term: Term | None) -> Array:
         if term is None:
@@ -193,6 +185,16 @@ class Enumeration:
                 cost, backward = (cost + max(backward) + max(value), self.zero) if c.cuts else (cost, _plus(backward, value))
         forward, backward = _plus(forward, self._at(step.forward)), _plus(backward, self._at(step.backward))
         return Running(cost, forward, backward, _plus(running.memory, self._at(step.memory)))
+
+
+def routes(theory: Theory, ref: TensorRef, source: Placement, target: Placement, forms: frozenset[str]) -> Iterator[tuple[Communication, ...]]:
+    """All ways from one placement to another: the theory's paths, and those on which a parameter that is gathered for use is freed in between. The
+    search has its own (`hapx.synth.tables`), so that the oracles do not share its mistakes."""
+    for path in paths(ref, theory.mesh, source, target, forms):
+        yield path
+        gathers = [forward_collective(c.source, c.target) == "all_gather" for c in path]
+        if ref.kind is Kind.PARAMETER and theory.graph.mode == "train" and any(gathers):
+            yield tuple(replace(c, free=g) for c, g in zip(path, gathers, strict=True))
 
 
 def _plus(a: Array, b: Array) -> Array:

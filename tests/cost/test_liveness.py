@@ -7,10 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from hapx.buckets import BUCKET_BYTES
 from hapx.cost.buckets import Buckets, Use
 from hapx.cost.heap import Heap
 from hapx.cost.liveness import Peak, peak
-from hapx.cost.model import BUCKET_BYTES, CostModel
+from hapx.cost.model import CostModel
 from hapx.cost.transients import Shards, exchange_buffers, gather_buffers, scatter_buffers
 from hapx.ir import Graph, Kind, TensorRef
 from hapx.plan import Form

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hapx.buckets import BUCKET_BYTES
 from hapx.cluster.spec import DeviceType
-from hapx.cost.model import BUCKET_BYTES, CostModel
+from hapx.cost.model import CostModel
 from hapx.errors import HapError
 from hapx.ir import Graph, OpCall
 from hapx.plan import Axes, Communication, Form, LocalBlock, Mesh, Triple

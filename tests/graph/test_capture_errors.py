@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hapx.errors import CaptureError, HapError, UnsupportedOperatorError
 from hapx.graph.capture import capture
+from support.bodies import Forward, Model
 
 
 class Double(torch.autograd.Function):
@@ -22,18 +22,6 @@ class Double(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g * 5
-
-
-class Model(nn.Module):
-    def __init__(self, body: Callable[[Model, Tensor], Any]):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.body = body
-        self.calls = 0
-        self.seen: list[int] = []
-
-    def forward(self, x: Tensor) -> Any:
-        return self.body(self, self.linear(x))
 
 
 def branch(m: Model, h: Tensor) -> Tensor:
@@ -119,7 +107,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("body", "error", "message", "line"), CASES, ids=[c[0].__name__ for c in CASES])
-def test_refused(body: Callable[[Model, Tensor], Any], error: type[HapError], message: str, line: bool, capfd: Any) -> None:
+def test_refused(body: Forward, error: type[HapError], message: str, line: bool, capfd: Any) -> None:
     model = Model(body)
     before = set(vars(model))
     with pytest.raises(error, match=message) as caught:
@@ -144,7 +132,7 @@ RETURNS = [
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("body", "message"), RETURNS)
-def test_no_scalar_loss(body: Callable[[Model, Tensor], Any], message: str, training: bool) -> None:
+def test_no_scalar_loss(body: Forward, message: str, training: bool) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(Model(body), (torch.randn(3, 4),), training=training)
 

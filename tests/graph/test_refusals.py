@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,12 @@ from hapx.api import plan
 from hapx.cluster.spec import ClusterSpec
 from hapx.errors import CaptureError, HapError, UnsupportedOperatorError
 from hapx.graph.capture import capture
+from support.bodies import Forward, Model
 from support.clusters import TWO
 from support.custom_ops import jitter
 
-Forward = Callable[["Model", Tensor], Any]
 CALLS, SEEN = 0, [0]
 TABLE: dict[str, int] = {}
-
-
-class Model(nn.Module):
-    def __init__(self, body: Forward):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.body = body
-        self.calls = 0
-        self.seen: list[int] = []
-
-    def forward(self, x: Tensor) -> Any:
-        return self.body(self, self.linear(x))
 
 
 def refusal(model: nn.Module, x: Tensor | None = None) -> str:

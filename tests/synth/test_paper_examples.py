@@ -47,30 +47,20 @@ def product(target: str, **operands: str) -> Theory:
     return derive(b.graph("loss"), flat(2))
 
 
-MM = """
-    {x:R w:R} aten.mm.default {y:R}
-    {x:R w:I} aten.mm.default {y:I}
-    {x:S0[4] w:R} aten.mm.default {y:S0[4]}
-    {x:S1[6] w:S0[6]} aten.mm.default {y:P}
-    {x:R w:S1[8]} aten.mm.default {y:S1[8]}
-    {x:P w:R} aten.mm.default {y:P}
-    {x:R w:P} aten.mm.default {y:P}
-    {x:S0[4] w:I} hapx.matmul_sfb {y:S0[4]}
-    {x:S0[4] w:I} hapx.matmul_sfb {y:S0[4]}
-    {x:S0[4] w:I} hapx.matmul_sfb {y:S0[4]}
+PRODUCT = """
+    {{x:R w:R}} {target} {{y:R}}
+    {{x:R w:I}} {target} {{y:I}}
+    {{x:S0[4] w:R}} {target} {{y:S0[4]}}
+    {{x:S1[6] w:S{summed}[6]}} {target} {{y:P}}
+    {{x:R w:S{column}[8]}} {target} {{y:S1[8]}}
+    {{x:P w:R}} {target} {{y:P}}
+    {{x:R w:P}} {target} {{y:P}}
+    {{x:S0[4] w:I}} {factors} {{y:S0[4]}}
+    {{x:S0[4] w:I}} {factors} {{y:S0[4]}}
+    {{x:S0[4] w:I}} {factors} {{y:S0[4]}}
 """
-LINEAR = """
-    {x:R w:R} aten.linear.default {y:R}
-    {x:R w:I} aten.linear.default {y:I}
-    {x:S0[4] w:R} aten.linear.default {y:S0[4]}
-    {x:S1[6] w:S1[6]} aten.linear.default {y:P}
-    {x:R w:S0[8]} aten.linear.default {y:S1[8]}
-    {x:P w:R} aten.linear.default {y:P}
-    {x:R w:P} aten.linear.default {y:P}
-    {x:S0[4] w:I} hapx.linear_sfb {y:S0[4]}
-    {x:S0[4] w:I} hapx.linear_sfb {y:S0[4]}
-    {x:S0[4] w:I} hapx.linear_sfb {y:S0[4]}
-"""
+MM = PRODUCT.format(target="aten.mm.default", factors="hapx.matmul_sfb", summed=0, column=1)
+LINEAR = PRODUCT.format(target="aten.linear.default", factors="hapx.linear_sfb", summed=1, column=0)
 SUM = """
     {y:R} aten.sum.default {loss:R}
     {y:I} aten.sum.default {loss:I}
