@@ -3,7 +3,8 @@
 In: seconds of the stages and of what crosses. Out: a style. A group of one stage keeps a micro-batch from its forward to the end of its backward;
 in between the micro-batch passes all later stages and every link twice. By Little's law k_i = ceil(R_i / T) micro-batches keep the slowest part
 busy, with R_i that round trip and T the seconds between two micro-batches: of the slowest stage, or of the slowest link (a link per crossing
-and direction). For equal stages and crossings for nothing k_i = S - i, which is 1F1B.
+and direction). For equal stages and crossings for nothing k_i = S - i, which is 1F1B. With fewer than about two
+micro-batches per stage the steady state is never reached, and plain 1F1B may be a little faster: `timetable` says.
 """
 
 from __future__ import annotations

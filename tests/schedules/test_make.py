@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from hapx.errors import PlanError
 from hapx.plan import Action, Schedule
 from hapx.schedules import Crossing, check, in_flight, make, received_ahead
 from hapx.schedules.words import run_text
-from support.pipelines import Machine, Pipeline, chain, expected, pipelines
+from support.pipelines import STYLES, Machine, Pipeline, chain, expected, pipelines
 
 
 def runs(schedule: Schedule, group: int, stages: bool = False) -> str:
@@ -34,6 +36,19 @@ def test_passes_its_check(pipeline: Pipeline) -> None:
     schedule = pipeline.make()
     assert schedule.name == pipeline.style
     check(schedule, pipeline.groups, pipeline.crossings, pipeline.ties)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_small_pipelines(style: str) -> None:
+    """All numbers of groups up to 4 and of micro-batches up to 9, with neighbours only and with every two stages joined."""
+    for size, count, each in product(range(1, 5), range(1, 10), (1, 2) if style == "interleaved" else (1,)):
+        stages = size * each
+        everything = tuple(Crossing(i, j) for i in range(stages) for j in range(i + 1, stages))
+        for crossings in {chain(stages), everything}:
+            pipeline = Pipeline(style, tuple(range(size)) * each, crossings, (1,) * count, ((0, stages - 1),))
+            schedule = pipeline.make()
+            check(schedule, pipeline.groups, crossings, pipeline.ties)
+            Machine(schedule, pipeline, count, rendezvous=True).run()
 
 
 @given(pipelines(["1f1b", "1f1b-warm:1", "1f1b-warm:4"]))

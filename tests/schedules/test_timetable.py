@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import networkx as nx
 import pytest
@@ -155,20 +156,24 @@ def test_warm_hides_a_slow_link() -> None:
     assert str(hiding(slow, chain(2))) == "1f1b-warm:2,0"
 
 
-@given(st.integers(2, 5), st.integers(1, 12), st.data())
-def test_hiding_does_no_harm(stages: int, count: int, data: st.DataObject) -> None:
-    """Equal stages, any links: never slower than 1F1B, and 1F1B where crossings cost nothing."""
-    links = data.draw(st.lists(DURATIONS, min_size=stages - 1, max_size=stages - 1))
-    crossing = {pair: t for i, t in enumerate(links) for pair in ((i, i + 1), (i + 1, i))}
-    s = Seconds((1.0,) * stages, (2.0,) * stages, crossing=crossing)
-    groups = tuple(range(stages))
+def test_hiding_pays() -> None:
+    """200 random pipelines of uneven stages and links: never slower than 1F1B, on the average a fifth faster."""
+    random, gains = Random(0), []
+    for _ in range(200):
+        size, count = random.randint(2, 5), random.randint(8, 24)
+        forward = tuple(random.uniform(0.5, 1.5) for _ in range(size))
+        wires = [random.choice([0.0, random.uniform(0, 5)]) for _ in range(size - 1)]
+        crossing = {pair: t for i, t in enumerate(wires) for pair in ((i, i + 1), (i + 1, i))}
+        s = Seconds(forward, tuple(2 * f for f in forward), crossing=crossing)
+        style = hiding(s, chain(size))
+        plain, warm = (timetable(make(x, tuple(range(size)), chain(size), (1,) * count), s).total for x in ("1f1b", style))
+        assert warm <= plain, (str(style), s)
+        gains.append(plain / warm)
+    assert sum(gains) / len(gains) > 1.2 and max(gains) > 1.5
 
-    def total(style: str) -> float:
-        return timetable(make(style, groups, chain(stages), (1,) * count), s).total
 
-    style = hiding(s, chain(stages))
-    assert total(str(style)) <= total("1f1b")
-    assert any(links) or str(style) == "1f1b"
+def test_equal_stages_without_links_are_1f1b() -> None:
+    assert str(hiding(Seconds((1.0,) * 5, (2.0,) * 5), chain(5))) == "1f1b"
 
 
 @given(st.integers(1, 5), st.integers(1, 12), st.sampled_from(["gpipe", "1f1b", "forward"]), st.data())

@@ -53,7 +53,7 @@ def pipelines(draw: st.DrawFn, styles: Sequence[str] = STYLES, layouts: bool = T
         kept = list(dict.fromkeys([*kept, *((s, s + 1) for s in stages[:-1])]))
     crossings = tuple(Crossing(i, j, draw(st.booleans()) if draw(st.booleans()) else True) for i, j in kept)
     ties = draw(st.lists(st.sampled_from(pairs), max_size=2)) if pairs else []
-    sizes = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=11)))
+    sizes = (draw(st.integers(1, 9)),) * draw(st.integers(1, 11))
     return Pipeline(style, tuple(groups), crossings, sizes, tuple(ties))
 
 
