@@ -133,6 +133,11 @@ def test_copies_share_the_sending():
     assert bytes_between(reshard_plan((6, 4), flat(None, 0, 4), flat((6,), 4)), 2) == {(0, 4): 48}
 
 
+def test_shares_are_cut_along_the_longest_dim_where_none_is_exact():
+    plan = reshard_plan((2, 7), flat((2,), 0), flat(None, 1, 3))
+    assert plan.gathers == {(1, 2, 3): (6, 6, 2)} and len(plan.transfers) == 3
+
+
 def test_a_sender_on_the_same_machine_is_preferred():
     machines = (0, 1, 0, 0, 1)
     plan = reshard_plan((9,), flat(None, 0, 2), flat((3, 3, 3), 2), machines)

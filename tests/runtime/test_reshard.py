@@ -118,6 +118,14 @@ def cases() -> dict[str, list[Crossing]]:
             crossing("hidden", layout(three, cut(0, 0, (0, 7, 1))), layout(square, cut(0, 0, (3, 5)), None), torch.float64),
             crossing("skip", layout(three, None), layout(square, cut(0, 1, (1, 1), 3, 2), cut(1, 1, (1, 1), 6)), torch.float64),
         ],
+        "blocks in both dims": [
+            crossing(
+                "hidden",
+                layout(mesh_of((2, 2), (3, 1, 0, 2)), cut(0, 0, (1, 3), outer=2), cut(1, 1, (1, 1), outer=3, inner=2)),
+                layout(mesh_of((1, 2), (0, 3)), None, cut(1, 1, (5, 7))),
+                torch.float32,
+            )
+        ],
         "one to two": [crossing("hidden", layout(mesh_of((1,), (3,)), None), layout(left, None), torch.float16)],
     }
 
