@@ -24,6 +24,7 @@ _HOMES = MappingProxyType(
         "ClusterSpec": "hapx.cluster.spec",
         "Restriction": "hapx.restriction",
         "simulate": "hapx.simulate",
+        "mark_layer_boundary": "hapx.graph.capture_boundaries",
         **dict.fromkeys(
             ("CaptureError", "ClusterSpecError", "HapError", "InsufficientMemoryError", "LaunchError", "PlanError", "UnsupportedOperatorError"),
             "hapx.errors",
@@ -33,13 +34,14 @@ _HOMES = MappingProxyType(
 
 __all__ = [
     "HAP", "GradScaler", "CaptureError", "ClusterSpec", "ClusterSpecError", "HapError", "InsufficientMemoryError", "LaunchError", "Plan", "PlanError",
-    "Restriction", "UnsupportedOperatorError", "__version__", "plan", "simulate",
+    "Restriction", "UnsupportedOperatorError", "__version__", "mark_layer_boundary", "plan", "simulate",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from hapx.api import HAP, plan
     from hapx.cluster.spec import ClusterSpec
     from hapx.errors import CaptureError, ClusterSpecError, HapError, InsufficientMemoryError, LaunchError, PlanError, UnsupportedOperatorError
+    from hapx.graph.capture_boundaries import mark_layer_boundary
     from hapx.plan import Plan
     from hapx.restriction import Restriction
     from hapx.runtime.scaler import GradScaler

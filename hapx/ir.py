@@ -210,9 +210,15 @@ class Graph:
     `mode`: train or eval. `input_names`: the user's inputs, flattened, in order. `batch`: size of the batch.
     `constants`: flat values of the small constant tensors that the model makes in forward.
     `returns`: the container that the module returns (None: the loss alone).
-    `hash` identifies the computation (no devices, no weights, no segments or regions that the planner has chosen).
+    `hash` identifies the computation (no devices, no weights, no boundaries, no segments or regions that the planner has chosen).
     `probed`: what execution showed of operators that have no entry in the table.
+<<<<<<< HEAD
     `first`: of a part of a larger graph (`hapx.parts`), what to add to the number of a node to have its number there.
+=======
+    `received`: inputs that another stage of a pipeline makes (the graph is a part of a larger one, see `hapx.graph.parts`); `first`: number of the
+    part's first own node in that graph.
+    `boundaries`: indices of the nodes before which the model marked the boundary of a layer, ascending.
+>>>>>>> clusters
     """
 
     refs: Mapping[str, TensorRef]
@@ -230,6 +236,7 @@ class Graph:
     returns: Container | None = None
     probed: tuple[Probed, ...] = ()
     first: int = 0
+    boundaries: tuple[int, ...] = ()
 
     @cached_property
     def probed_rules(self) -> Mapping[int, tuple[Rule, ...]]:

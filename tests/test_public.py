@@ -11,7 +11,20 @@ import hapx
 
 
 @pytest.mark.parametrize(
-    "name", ["ClusterSpec", "Plan", "Restriction", "HapError", "PlanError", "ClusterSpecError", "simulate", "HAP", "plan", "GradScaler"]
+    "name",
+    [
+        "ClusterSpec",
+        "Plan",
+        "Restriction",
+        "HapError",
+        "PlanError",
+        "ClusterSpecError",
+        "simulate",
+        "HAP",
+        "plan",
+        "GradScaler",
+        "mark_layer_boundary",
+    ],
 )
 def test_public_names_are_there(name: str) -> None:
     assert name in hapx.__all__

@@ -2,7 +2,7 @@
 
 The steps: `bind_inputs` (names, empty twins on the module's device), `trace` (torch.export, training IR, no decompositions),
 `Flattener` and `Emitter` (one flat functional list of calls), and here: naming by the module's own names, ties, outputs, dead code,
-regions, blocks, hash.
+regions, layers, blocks, hash.
 
 Invariant: the nodes, run in order on the module's tensors, give the module's loss, gradients and buffers. The module, which may be
 on cpu, a GPU or `meta`, is not changed, and its values are not read (only those of tensors that are neither parameter nor buffer).
@@ -24,7 +24,7 @@ from hapx.graph.capture_refusals import check_modules
 from hapx.graph.capture_trace import MARK, Trace, trace
 from hapx.graph.normalize import Emitter, live_nodes, tensor_ref
 from hapx.graph.normalize_flatten import Flattener, Slot
-from hapx.graph.regions import Mark, find_regions
+from hapx.graph.regions import Mark, find_boundaries, find_regions
 from hapx.graph.segments import find_blocks, graph_hash
 from hapx.ir import FLOATING, Graph, Kind, Node, Output, TensorRef
 
@@ -220,6 +220,7 @@ class _Assembler:
             constants={k: v for k, v in self.constants.items() if k in refs},
             hash="",
             returns=self.traced.container,
+            boundaries=find_boundaries(marks),
         )
         return replace(graph, hash=graph_hash(graph))
 

@@ -34,6 +34,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
 from hapx.errors import CaptureError, HapError
+from hapx.graph.capture_boundaries import mark_layer_boundary
 from hapx.graph.capture_inputs import Inputs
 from hapx.graph.capture_outputs import container_of, split_output
 from hapx.graph.capture_refusals import World, is_inside_functorch_grad, refuse_gradients, user_functions
@@ -105,15 +106,19 @@ class _Traced(nn.Module):
 
 
 class _Recorder(TorchFunctionMode):
-    """Gives every operator call its mark. `root`: the code where the user's frames begin."""
+    """Gives every operator call its mark, and counts the boundaries of layers. `root`: the code where the user's frames begin."""
 
     def __init__(self, root: CodeType, device: torch.device):
         super().__init__()
         self._root = root
         self._device = device.type
+        self._layer = 0
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}  # frames are kept: a freed one's id could come again
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is mark_layer_boundary:
+            self._layer += 1
+            return None
         if func.__name__ == "__get__":  # a property such as x.shape
             return func(*args, **(kwargs or {}))
         mark = self._mark(sys._getframe(1))
@@ -141,7 +146,7 @@ class _Recorder(TorchFunctionMode):
                 user = frame
             frame = frame.f_back
         file, line, code = _place(user.f_code.co_filename, user.f_lineno) if user else ("", 0, "")
-        mark = Mark(file, line, code, self._number(checkpoint), torch.is_grad_enabled(), self._autocast())
+        mark = Mark(file, line, code, self._number(checkpoint), torch.is_grad_enabled(), self._autocast(), self._layer)
         if function is not None:
             self._refuse(function, checkpoint, mark)
         if is_inside_functorch_grad():

@@ -187,7 +187,7 @@ def _token(node: Node, refs: Mapping[str, TensorRef]) -> object:
 
 def graph_hash(graph: Graph) -> str:
     """sha256 of the computation: tensors, calls, outputs, regions, constants. Not in it: weights, devices, module paths, source
-    lines, what is derived from the calls (segments, blocks, batch dims), and checkpoints that the planner has chosen."""
+    lines, what is derived from the calls (segments, blocks, batch dims), boundaries of layers, and checkpoints that the planner has chosen."""
     digest = hashlib.sha256()
     parts: list[object] = [graph.mode, graph.batch, graph.input_names, graph.tied]
     parts += [(r.name, r.shape, r.dtype, r.kind.value, r.requires_grad, r.mutated) for r in sorted(graph.refs.values(), key=lambda r: r.name)]
