@@ -212,13 +212,8 @@ class Graph:
     `returns`: the container that the module returns (None: the loss alone).
     `hash` identifies the computation (no devices, no weights, no boundaries, no segments or regions that the planner has chosen).
     `probed`: what execution showed of operators that have no entry in the table.
-<<<<<<< HEAD
     `first`: of a part of a larger graph (`hapx.parts`), what to add to the number of a node to have its number there.
-=======
-    `received`: inputs that another stage of a pipeline makes (the graph is a part of a larger one, see `hapx.graph.parts`); `first`: number of the
-    part's first own node in that graph.
-    `boundaries`: indices of the nodes before which the model marked the boundary of a layer, ascending.
->>>>>>> clusters
+    `boundaries`: nodes before which the model says that a layer begins (`hapx.mark_layer_boundary`); no part of the hash.
     """
 
     refs: Mapping[str, TensorRef]
