@@ -62,7 +62,7 @@ CLASSES: Mapping[str, type[Any]] = {
     for c in (
         states.Row, states.Cut, states.Replicated, states.Invariant, states.Partial, states.Sharded, states.Placement, states.Property,
         ir.Kind, ir.TensorRef, ir.Ref, ir.TorchConst, ir.OpCall, ir.Node, ir.Region, ir.Output, ir.Container, rules.Site, rules.Rule, rules.Probed,
-        ir.Graph,
+        ir.MicroBatches, ir.Graph,
         spec.Link, spec.DeviceType, spec.Machine, spec.Device, spec.ClusterSpec, restriction.Restriction,
         Axis, Mesh, Form, Communication, LocalShape, LocalSize, LocalOffset, LocalIndices, LocalBlock, Axes,
         Triple, Instruction, ProgramKey, Program, Copy, Storage, Stage, Action,

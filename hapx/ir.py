@@ -11,7 +11,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Literal
 
-from hapx.rules import Probed, Rule
+from hapx.rules import Probed, Rule, Slot
 
 
 class Kind(Enum):
@@ -201,6 +201,22 @@ class Container:
     items: tuple[tuple[str, Value], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """How a graph is run on `number` equal parts of a batch, one after another, so that the losses sum up to that of the whole batch.
+
+    `cut`: inputs that are cut along dim 0; each part gets the others whole. `counts`: a graph over the whole batch; each of its outputs is the input
+    `target` of every part (what sums over all samples are divided by). None: there are none. `results`, per output with role "result": how those of
+    the parts become that of the whole batch: joined block by block (a site), summed up (Partial), all the same (Replicated).
+    `mixing`: (operator, source line) of what mixes samples: there a part sees only its own."""
+
+    number: int
+    cut: tuple[str, ...]
+    counts: Graph | None
+    results: tuple[tuple[str, Slot], ...]
+    mixing: tuple[tuple[str, str], ...] = ()
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured model: nodes in one fixed topological order.
@@ -213,7 +229,8 @@ class Graph:
     `hash` identifies the computation (no devices, no weights, no boundaries, no segments or regions that the planner has chosen).
     `probed`: what execution showed of operators that have no entry in the table.
     `first`: of a part of a larger graph (`hapx.parts`), what to add to the number of a node to have its number there.
-    `boundaries`: nodes before which the model says that a layer begins (`hapx.mark_layer_boundary`); no part of the hash.
+    `boundaries`: nodes before which the model says that a layer begins (`hapx.mark_layer_boundary`), ascending.
+    `micro_batches`: the graph is that of a part of the batch (see `hapx.theory.normalise`), and its last inputs are `counts`.
     """
 
     refs: Mapping[str, TensorRef]
@@ -232,6 +249,7 @@ class Graph:
     probed: tuple[Probed, ...] = ()
     first: int = 0
     boundaries: tuple[int, ...] = ()
+    micro_batches: MicroBatches | None = None
 
     @cached_property
     def probed_rules(self) -> Mapping[int, tuple[Rule, ...]]:

@@ -20,7 +20,7 @@ from hapx import codec
 from hapx.cluster import ClusterSpec
 from hapx.codec import CLASSES, decode, encode
 from hapx.errors import PlanError
-from hapx.ir import Container, Graph, Kind, Node, OpCall, Output, Ref, Region, TensorRef, TorchConst
+from hapx.ir import Container, Graph, Kind, MicroBatches, Node, OpCall, Output, Ref, Region, TensorRef, TorchConst
 from hapx.plan import (
     VERSION,
     Action,
@@ -74,6 +74,7 @@ def small_plan(repetitions: int = 1) -> Plan:
         constants={"c": (1, 2.5, True)}, hash="abc",
         returns=Container("tuple", (("0", Ref("")), ("1", None))),
         probed=(Probed("mylib.twist.default", (0,), (Rule((Site(0),), (PARTIAL,)),), "a note"),),
+        micro_batches=MicroBatches(2, ("x",), None, (), (("aten.mm.default", "m.py:3"),)),
     )  # fmt: skip
     shard, whole = Placement((Sharded(0, 1, 1, CUT),)), Placement((REPLICATED,))
     instructions = [

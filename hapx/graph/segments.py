@@ -195,6 +195,8 @@ def graph_hash(graph: Graph) -> str:
     parts += [(o.tensor, o.role, o.target) for o in graph.outputs]
     parts += [(r.kind, r.start, r.stop, r.options) for r in graph.regions if not r.chosen]
     parts += sorted(graph.constants.items())
+    if (micro := graph.micro_batches) is not None:
+        parts += [micro.number, micro.cut, micro.counts and graph_hash(micro.counts), micro.results]
     for part in parts:
         digest.update(repr(part).encode() + b"\n")
     return digest.hexdigest()
