@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from hapx import codec
+from hapx.advice import first_rows
 from hapx.cluster.spec import ClusterSpec
-from hapx.collectives.communicator import Communicator, create_groups
+from hapx.collectives.communicator import Communicator, ProcessGroupCommunicator, create_groups
+from hapx.collectives.messages import create_messenger
 from hapx.errors import HapError, LaunchError, PlanError
 from hapx.graph.capture import capture
 from hapx.graph.capture_inputs import Inputs, bind_inputs
@@ -33,7 +35,9 @@ from hapx.runtime.data import ShareSampler
 from hapx.runtime.executor import Executor, share_out
 from hapx.runtime.launch import World, join
 from hapx.runtime.local_inputs import LocalInputs
+from hapx.runtime.pipeline import Pipeline
 from hapx.runtime.results import rebuild
+from hapx.theory.normalise import normalised
 from hapx.verify import verify
 
 Cluster = str | os.PathLike[str] | Mapping[str, Any] | ClusterSpec
@@ -92,7 +96,9 @@ class HAP(nn.Module):
         self._loss_fn, self._local_inputs, self._gather_outputs = loss_fn, inputs == "local", gather_outputs
         self._options: dict[str, Any] = {"strategy": strategy, "optimizer": optimizer, "precision": precision, "remat": remat}
         self._options["micro_batches"] = micro_batches
-        self._given, self._executor = plan, None
+        self._given: Any = plan
+        self._executor: Executor | Pipeline | None = None
+        self._loss_scale: Callable[[], float] = lambda: 1.0  # of a gradient scaler: a pipeline's backward passes begin with it
         self._captured: set[ProgramKey] = set()
         self.training = module.training
         object.__setattr__(self, "_twin", self._world.together(lambda: _meta_twin(module), "copying the module"))
@@ -109,12 +115,14 @@ class HAP(nn.Module):
         text, compared = json.loads(self._world.from_first(lambda: json.dumps(self._first_plan(example_inputs)), "planning"))
         found: Plan = self._world.together(lambda: _checked(text, self._cluster), "reading the plan")
         self._captured = {found.first} if compared else set()
-        groups = create_groups(found.stages[0].mesh)
+        groups = [create_groups(stage.mesh) for stage in found.stages]
         seed = int(self._world.from_first(lambda: str(torch.initial_seed()), "drawing a seed"))
-        self._executor = self._world.together(
-            lambda: Executor(found, self._world.rank, self.module, groups, seed=seed, device=self._world.device, gradient_dtype=self._gradient_dtype),
-            "sharding the model",
-        )
+        options: dict[str, Any] = {"seed": seed, "device": self._world.device, "gradient_dtype": self._gradient_dtype}
+        start: Callable[[], Executor | Pipeline] = lambda: Executor(found, self._world.rank, self.module, groups[0], **options)  # noqa: E731
+        if len(found.stages) > 1:
+            options["scale"] = lambda: self._loss_scale()
+            start = lambda: Pipeline(found, self._world.rank, self.module, groups, ProcessGroupCommunicator(), create_messenger, **options)  # noqa: E731
+        self._executor = self._world.together(start, "sharding the model")
 
     def _first_plan(self, example_inputs: Any) -> tuple[str, bool]:
         """On rank 0: a new plan, or the user's; and whether its graph is known to be the model's."""
@@ -130,11 +138,20 @@ class HAP(nn.Module):
         found = self._given if isinstance(self._given, Plan) else Plan.load(self._given)
         if example_inputs is None:
             return _to_json(found), False  # compared at the first call
-        graph = capture(twin, example_inputs, loss_fn=self._loss_fn, training=found.first.mode == "train")
+        graph, parts = self._captured_at(example_inputs, found.first.mode == "train")
         if tuple(graph.refs[n].shape for n in graph.input_names) != found.first.shapes:
             return _to_json(found), False
-        _compare(found, graph, found.first)
+        _compare(found, graph, found.first, parts)
         return _to_json(found), True
+
+    def _captured_at(self, example: Any, training: bool) -> tuple[Graph, Callable[[int], Graph]]:
+        """The graph of a call, and what gives that of one of so many micro-batches of it."""
+
+        def captured(inputs: Any) -> Graph:
+            return capture(self._twin, inputs, loss_fn=self._loss_fn, training=training)
+
+        whole = captured(example)
+        return whole, lambda number: normalised(captured(first_rows(example, whole.batch, whole.batch // number)), whole)
 
     def _ensure(self, key: ProgramKey, call: Inputs) -> None:
         """There is a program for `key`, and it is the model's (a collective call)."""
@@ -145,13 +162,13 @@ class HAP(nn.Module):
             return
 
         def make() -> str:
-            graph = capture(self._twin, self._example(call), loss_fn=self._loss_fn, training=key.mode == "train")
+            graph, parts = self._captured_at(self._example(call), key.mode == "train")
             if key in executor.plan.graphs:
-                _compare(executor.plan, graph, key)
+                _compare(executor.plan, graph, key, parts)
                 return ""
-            from hapx.planner import extend
+            from hapx.pipelines import extend
 
-            return _to_json(extend(executor.plan, graph, key))
+            return _to_json(extend(executor.plan, graph, key, parts))
 
         text = self._world.from_first(make, "planning")
         if text:
@@ -166,7 +183,7 @@ class HAP(nn.Module):
             return (keyword or positional, targets)
         return args if not kwargs else _named(self.module, args, kwargs)
 
-    def _running(self) -> Executor:
+    def _running(self) -> Executor | Pipeline:
         if self._executor is None:
             raise LaunchError("the model has no plan yet", where="HAP", hint="pass example_inputs, or call the model once")
         return self._executor
@@ -184,7 +201,7 @@ class HAP(nn.Module):
         self._ensure(key, call)
         executor = self._running()
         graph = executor.plan.graphs[key]
-        tensors = dict(zip(graph.input_names, call.tensors, strict=True))
+        tensors = dict(zip(graph.given, call.tensors, strict=True))
         cut = None
         if local is not None:
             tensors, cut = local.arrange(executor, key)
@@ -222,9 +239,7 @@ class HAP(nn.Module):
         values = {place: outputs[name] for place, name in results.items()}
         if self._gather_outputs:
             executor = self._running()
-            placements = {p.tensor: p.placement for p in executor.plan.stages[0].programs[key].gives}
-            position = executor.position(key)
-            values = {place: position.gather(outputs[name], placements[name], executor.communicators) for place, name in results.items()}
+            values = {place: executor.gathered(key, name, outputs[name]) for place, name in results.items()}
         return rebuild(graph.returns, {"": loss, **values})
 
     # ---- what users ask for ---------------------------------------------------------------------------------------------
@@ -263,6 +278,10 @@ class HAP(nn.Module):
             if graph.batch == n and key.mode == ("train" if self.training else "eval"):
                 return executor.batch_sizes(key)
         return share_out(n, executor.plan.shares)
+
+    def seed_with(self, scale: Callable[[], float]) -> None:
+        """Tells a pipeline by what the loss is going to be multiplied before `backward` (`hapx.GradScaler` does so)."""
+        self._loss_scale = scale
 
     def sampler(self, dataset: Sized, batch_size: int, shuffle: bool = True, seed: int = 0) -> ShareSampler:
         """A DataLoader's `batch_sampler`: this rank's share of the same global batches. For inputs="local"."""
@@ -312,7 +331,7 @@ class HAP(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         if self._executor is not None:
-            self._executor.gradients.clear()
+            self._executor.clear()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HAP:
         raise LaunchError(
@@ -366,8 +385,10 @@ def _checked(text: str, cluster: ClusterSpec) -> Plan:
     return found
 
 
-def _compare(found: Plan, graph: Graph, key: ProgramKey) -> None:
-    """The plan's graph must be the model's, down to every argument."""
+def _compare(found: Plan, graph: Graph, key: ProgramKey, parts: Callable[[int], Graph]) -> None:
+    """The plan's graph must be the model's, down to every argument. parts: gives the graph of one of so many micro-batches."""
+    micro = found.graphs[key].micro_batches
+    graph = graph if micro is None else parts(micro.number)
     if graph.hash != found.graphs[key].hash:
         where = f"{key.mode} program for {_shapes(key)}"
         raise PlanError("the plan was made for another computation than this model's", where=where, hint="plan again for this model")

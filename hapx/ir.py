@@ -296,6 +296,13 @@ class Graph:
         return next(o.tensor for o in self.outputs if o.role == "loss")
 
     @cached_property
+    def given(self) -> tuple[str, ...]:
+        """The user's inputs, without those that are counted before micro-batches run."""
+        counts = self.micro_batches.counts if self.micro_batches is not None else None
+        counted = {o.target for o in counts.outputs} if counts is not None else set()
+        return tuple(n for n in self.input_names if n not in counted)
+
+    @cached_property
     def roots(self) -> tuple[str, ...]:
         """Outputs at which backward begins: the loss, and what other parts use."""
         return tuple(o.tensor for o in self.outputs if o.role in ("loss", "boundary") and self.refs[o.tensor].requires_grad)

@@ -9,20 +9,25 @@ Invariant: the programs of the stages compute what the graph computes; a paramet
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+from hapx import planner
 from hapx.alternation import Counters, Setting
 from hapx.cost.model import CostModel
+from hapx.errors import PlanError
 from hapx.ir import Graph, Kind
 from hapx.layout import Lengths
-from hapx.lower import Candidate, memory, used_lengths, work_shares
-from hapx.parts import part
-from hapx.plan import VERSION, Copy, Mesh, Plan, Program, Schedule, Stage, Storage
+from hapx.lower import Candidate, used_lengths
+from hapx.parts import crossing, part
+from hapx.plan import VERSION, Copy, Mesh, Plan, Program, ProgramKey, Schedule, Stage, Storage
 from hapx.planner import plan_spmd
+from hapx.predict import predictions, ties
+from hapx.schedules import Style, check, crossings_between, groups_of, make
 from hapx.simulate import StageTimes, stage_times
-from hapx.states import Row
+from hapx.states import Row, Sharded
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,71 @@ def plan_piece(asked: Setting, nodes: tuple[int, int], devices: Sequence[int], c
     are those of the stage. Raises InsufficientMemoryError or PlanError where there is none."""
     graph = part(asked.graph, *nodes)
     setting = replace(asked, graph=graph, cluster=asked.cluster.part(sorted(devices)))
-    found = []
-    for candidate in plan_spmd(setting, counters):
-        exact = replaced(candidate.costs.at_lengths(candidate.lengths), repeats=1, in_flight=1)
-        found.append(
-            Piece(nodes, tuple(sorted(devices)), candidate.theory.graph, candidate, stage_times(candidate.program, candidate.theory.graph, exact))
+    return [_piece(candidate, nodes, tuple(sorted(devices))) for candidate in plan_spmd(setting, counters)]
+
+
+def _piece(candidate: Candidate, nodes: tuple[int, int], devices: tuple[int, ...]) -> Piece:
+    exact = replaced(candidate.costs.at_lengths(candidate.lengths), repeats=1, in_flight=1)
+    return Piece(nodes, devices, candidate.theory.graph, candidate, stage_times(candidate.program, candidate.theory.graph, exact))
+
+
+def extend_piece(plan: Plan, number: int, graph: Graph, nodes: tuple[int, int], asked: Setting, counters: Counters) -> Piece:
+    """A further program for a stage of a plan: parameters stay where they are, in the lengths they have."""
+    stage = plan.stages[number]
+    local = sorted(stage.devices)
+    mesh = replace(stage.mesh, devices=tuple(local.index(d) for d in stage.mesh.devices))
+    own = part(graph, *nodes)
+    given = {s.name: c.placement for s in plan.storage for c in s.copies if c.stage == number and s.name in own.refs}
+    kept = {state.cut for p in given.values() for state in p.states if isinstance(state, Sharded)}
+    fixed = {cut: lengths for cut, lengths in stage.lengths[plan.first].items() if cut in kept}
+    setting = replace(asked, graph=own, cluster=asked.cluster.part(local), given=given, fixed=fixed, start=stage.shares)
+    return _piece(plan_spmd(setting, counters, [mesh])[0], nodes, tuple(local))
+
+
+def extend(plan: Plan, graph: Graph, key: ProgramKey, parts: Callable[[int], Graph]) -> Plan:
+    """The plan with a further program (another batch size, or evaluation): parameters stay where they are, in the lengths they have. parts: gives the
+    graph of one of so many micro-batches."""
+    if len(plan.stages) == 1:
+        return planner.extend(plan, graph, key)
+    most = len(plan.schedules[plan.first].micro_batches)
+    micro = parts(next(n for n in range(most, 0, -1) if graph.batch % n == 0))
+    assert micro.micro_batches is not None
+    rule = replace(plan.restriction, storage="auto") if plan.restriction.storage == "as-used" else plan.restriction
+    asked = Setting(micro, key, plan.cluster, replace(rule, segments="none"), plan.precision, plan.optimizer, repeats=micro.micro_batches.number)
+    counters = Counters()
+    pieces = [extend_piece(plan, i, micro, nodes, asked, counters) for i, nodes in enumerate(cuts_like(plan, micro))]
+    stages = tuple(
+        replace(
+            stage, nodes={**stage.nodes, key: piece.nodes}, lengths={**stage.lengths, key: used_lengths(piece.candidate)},
+            programs={**stage.programs, key: piece.program},
         )
-    return found
+        for stage, piece in zip(plan.stages, pieces, strict=True)
+    )  # fmt: skip
+    known = {s.name for s in plan.storage}
+    more = tuple(s for s in _storage(micro, pieces) if s.name not in known)
+    longer = replace(plan, graphs={**plan.graphs, key: micro}, storage=plan.storage + more, stages=stages)
+    style = plan.schedules[plan.first].name
+    return replace(longer, schedules={**plan.schedules, key: scheduled(longer, key, style)})
+
+
+def cuts_like(plan: Plan, graph: Graph) -> list[tuple[int, int]]:
+    """Where a graph of the same model is cut so that every stage has the parameters that its nodes use; where this leaves a choice, where the fewest
+    bytes cross. Raises PlanError where no cut does it."""
+    homes = {name: {c.stage for c in s.copies} for name, s in plan.storage_of.items()}
+    wanted = [[homes[n] for n in node.call.refs() if n in homes] for node in graph.nodes]
+    cuts = [0]
+    for stage in range(1, len(plan.stages)):
+        # a node that only earlier stages can run comes before the cut, one that only later stages can run after it
+        first = max([i + 1 for i, found in enumerate(wanted) for h in found if max(h) < stage], default=0)
+        last = min([i for i, found in enumerate(wanted) for h in found if min(h) >= stage], default=len(graph.nodes))
+        first = max(first, cuts[-1])
+        if first > last:
+            raise PlanError(
+                f"the model uses parameters of stage {stage} before those of stage {stage - 1}", where=f"{graph.mode} program",
+                hint="another call order than the planned one cannot run on the same stages",
+            )  # fmt: skip
+        cuts.append(min(range(first, last + 1), key=lambda c: sum(r.bytes for r in crossing(graph, c))))
+    return list(pairwise([*cuts, len(graph.nodes)]))
 
 
 def replaced(costs: CostModel, repeats: int, in_flight: int) -> CostModel:
@@ -65,26 +128,35 @@ def replaced(costs: CostModel, repeats: int, in_flight: int) -> CostModel:
     return CostModel(theory, costs.cluster, costs.precision, costs.optimizer, costs.mode, lengths=lengths, repeats=repeats, in_flight=in_flight)
 
 
-def assemble(pieces: Sequence[Piece], asked: Setting, schedule: Schedule, iteration_time: float, statistics: Mapping[str, Any]) -> Plan:
-    """The plan of a pipeline. Devices without a stage are idle."""
+def assemble(pieces: Sequence[Piece], asked: Setting, style: Style | str, statistics: Mapping[str, Any]) -> Plan:
+    """The plan of a pipeline with a schedule of the given style. Devices without a stage are idle."""
     key, graph = asked.key, asked.graph
-    stages, total = [], [0] * asked.cluster.num_devices
-    shares = [0.0] * asked.cluster.num_devices
-    work = [p.times.micro * sum(asked.cluster.type_of(d).speed(asked.precision) for d in p.devices) for p in pieces]
-    for piece, own in zip(pieces, work, strict=True):
+    stages = []
+    for piece in pieces:
         best = piece.candidate
         lengths: Lengths = used_lengths(best)
         rows = {cut.row for cut in lengths}
         chosen: dict[Row, tuple[float, ...]] = {row: s for row, s in best.shares.items() if row in rows or row.kind == "compute"}
         stages.append(Stage(piece.devices, {key: piece.nodes}, piece.mesh, chosen, {key: lengths}, {key: piece.program}))
-        exact = best.costs.at_lengths(best.lengths)
-        for d, size, share in zip(piece.devices, memory(best, exact), work_shares(best, exact), strict=True):
-            total[d] += size
-            shares[d] += share * own / sum(work)
-    return Plan(
-        VERSION, {key: graph}, asked.cluster, asked.rule, _storage(graph, pieces), tuple(stages), {key: schedule}, iteration_time,
-        tuple(total), tuple(shares), asked.precision, asked.optimizer, statistics,
+    none = (0,) * asked.cluster.num_devices
+    plan = Plan(
+        VERSION, {key: graph}, asked.cluster, asked.rule, _storage(graph, pieces), tuple(stages), {}, 0.0, none, none,
+        asked.precision, asked.optimizer, statistics,
     )  # fmt: skip
+    plan = replace(plan, schedules={key: scheduled(plan, key, style)})
+    seconds, held, shares = predictions(plan)
+    return replace(plan, iteration_time=seconds, memory=held, shares=shares)
+
+
+def scheduled(plan: Plan, key: ProgramKey, style: Style | str) -> Schedule:
+    """A schedule for a program of a plan, checked."""
+    graph, groups = plan.graphs[key], groups_of(plan)
+    assert graph.micro_batches is not None, "a graph of micro-batches"
+    sizes = (graph.batch,) * graph.micro_batches.number
+    crossings = crossings_between(plan.boundaries(key), graph.refs, key.mode == "train")
+    schedule = make(style if key.mode == "train" else "forward", groups, crossings, sizes, ties(plan))
+    check(schedule, groups, crossings, ties(plan))
+    return schedule
 
 
 def _storage(graph: Graph, pieces: Sequence[Piece]) -> tuple[Storage, ...]:

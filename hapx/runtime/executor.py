@@ -21,6 +21,7 @@ from hapx.plan import Communication, Plan, ProgramKey
 from hapx.runtime.build import LocalProgram
 from hapx.runtime.gradients import BUCKET_BYTES, GradientSynchroniser
 from hapx.runtime.local import Communicators, Position
+from hapx.runtime.norms import clip_grad_norm_
 from hapx.runtime.parameters import Home, ParameterStore
 from hapx.runtime.stage import StageRunner
 from hapx.states import Placement, Sharded
@@ -77,7 +78,7 @@ class Executor:
         """Puts something between the device and its communicators, before the first program is built."""
         self.communicators = {axes: wrapper(c) for axes, c in self.communicators.items()}
         self.runner.communicators = self.gradients.communicators = self.communicators
-        self.everyone = self.communicators[tuple(range(len(self.plan.stages[0].mesh.axes)))]
+        self.everyone = self.store.everyone = self.communicators[tuple(range(len(self.plan.stages[0].mesh.axes)))]
 
     def position(self, key: ProgramKey) -> Position:
         return self.runner.position(key)
@@ -98,9 +99,18 @@ class Executor:
                 self.store.align()
         return self.runner.run(key, inputs, local_inputs)
 
+    def clear(self) -> None:
+        """Forgets gradients that were kept aside."""
+        self.gradients.clear()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward of forward passes inside keeps gradients aside; they join the next one outside."""
         return self.gradients.no_sync()
+
+    def gathered(self, key: ProgramKey, name: str, piece: Tensor) -> Tensor:
+        """A result, whole, from the pieces of all devices (a collective call)."""
+        placement = next(p.placement for p in self.plan.stages[0].programs[key].gives if p.tensor == name)
+        return self.position(key).gather(piece, placement, self.communicators)
 
     # ---- batches ------------------------------------------------------------------------------------------------------
 
@@ -137,27 +147,12 @@ class Executor:
 
     # ---- gradients ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients so that the norm of the whole gradient is at most `max_norm`; returns the norm before (a collective
-        call). Each element of the model counts once, however it is stored."""
-        norm_type = float(norm_type)
-        named = [(n, p) for n, p in self.module.named_parameters() if p.grad is not None]
-        counted = [p.grad.detach().to(torch.float64) for n, p in named if p.grad is not None and p.grad.numel() and self.store.counted(n)]
-        local = torch.zeros((), dtype=torch.float64, device=self.device)
-        if math.isinf(norm_type):
-            for g in counted:
-                local = torch.maximum(local, g.abs().max())
-            total = self.everyone.all_reduce(local.reshape(1), "max")[0]
-        else:
-            for g in counted:
-                local += g.abs().pow(norm_type).sum()
-            total = self.everyone.all_reduce(local.reshape(1))[0].pow(1.0 / norm_type)
-        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for _, p in named:
-            assert p.grad is not None
-            p.grad.mul_(scale.to(p.grad.dtype))
-        return total.to(named[0][1].dtype if named else torch.float32)
+        """See `hapx.runtime.norms`."""
+        return clip_grad_norm_(self.store, max_norm, norm_type)
+
+    def seed_with(self, scale: Callable[[], float]) -> None:
+        """Nothing to do with one stage: backward begins with what arrives at the loss."""
 
 
 def _cuts_batch(c: Communication) -> bool:

@@ -7,6 +7,7 @@ whose pieces overflow would skip a step that the others take.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,9 @@ class Distributed(Protocol):
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
+
+    def seed_with(self, scale: Callable[[], float]) -> None:
+        """By what the loss is going to be multiplied."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -46,6 +50,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, model: Distributed, **options: Any):
         super().__init__(options.pop("device", model.device.type), **options)
         self._model = model
+        model.seed_with(self.get_scale)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
         """What every way to unscale or to check goes through: the result says per device whether a gradient is not finite."""

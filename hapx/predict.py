@@ -1,0 +1,130 @@
+"""What a plan of several stages is predicted to do: its pipeline simulated, the bytes and the part of the work of every device.
+
+In: a plan. Out: seconds of an iteration, bytes and shares per device of the cluster. The one place where these numbers come from: a planned pipeline
+gets them here, and verification compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hapx.cost.crossing import crossing_seconds
+from hapx.cost.model import CostModel
+from hapx.ir import DTYPE_BYTES, Graph, Kind
+from hapx.lower import Candidate, memory, work_shares
+from hapx.pieces import Layout
+from hapx.plan import Plan
+from hapx.reshard import ReshardPlan, reshard_plan
+from hapx.schedules import Seconds, Timetable, in_flight, timetable
+from hapx.simulate import StageTimes, stage_times
+from hapx.states import Placement, Property
+from hapx.theory.triple import Theory
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A plan of several stages as its first program runs."""
+
+    plan: Plan
+
+    @cached_property
+    def seconds(self) -> Seconds:
+        """Of stages and crossings."""
+        times = self.times
+        update = tuple(t.iteration for t in times)
+        links = {pair: self._link(*pair) for pair in self.crossing}
+        return Seconds(tuple(t.forward for t in times), tuple(t.backward for t in times), update, self.crossing, links)
+
+    @cached_property
+    def timetable(self) -> Timetable:
+        """One iteration."""
+        return timetable(self.plan.schedules[self.plan.first], self.seconds, ties(self.plan))
+
+    @cached_property
+    def times(self) -> tuple[StageTimes, ...]:
+        return tuple(stage_times(c.program, c.theory.graph, self._exact(i, 1, 1)) for i, c in enumerate(self.candidates))
+
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The stages as candidates of the planner, on their own devices."""
+        plan, key = self.plan, self.plan.first
+        found = []
+        for i, stage in enumerate(plan.stages):
+            theory = Theory(plan.part(key, i), stage.mesh, (), {}, {}, frozenset())  # costs need no more than the graph and the mesh
+            costs = CostModel(theory, plan.cluster, plan.precision, plan.optimizer, key.mode)
+            placed = stored_in(plan, i, theory.graph)
+            found.append(Candidate(theory, costs, stage.programs[key], placed, stage.lengths[key], stage.shares, 0.0, 0.0))
+        return tuple(found)
+
+    def _exact(self, stage: int, repeats: int, kept: int) -> CostModel:
+        best = self.candidates[stage]
+        own = best.costs
+        return CostModel(
+            best.theory, own.cluster, own.precision, own.optimizer, own.mode, lengths=best.lengths, repeats=repeats, in_flight=kept
+        )  # fmt: skip
+
+    @cached_property
+    def crossing(self) -> Mapping[tuple[int, int], float]:
+        """Seconds from stage to stage, in the direction in which tensors flow."""
+        plan, key = self.plan, self.plan.first
+        found: dict[tuple[int, int], list[tuple[ReshardPlan, int]]] = {}
+        for tensor, (a, made), (b, needed) in plan.boundaries(key):
+            ref = plan.graphs[key].refs[tensor]
+            ends = [self._layout(a, made), self._layout(b, needed)]
+            machines = [d.machine for d in plan.cluster.devices]
+            found.setdefault((a, b), []).append((reshard_plan(ref.shape, ends[0], ends[1], machines), DTYPE_BYTES[ref.dtype]))
+            if ref.requires_grad and key.mode == "train":
+                found.setdefault((b, a), []).append((reshard_plan(ref.shape, ends[1], ends[0], machines), DTYPE_BYTES[ref.dtype]))
+        return {pair: crossing_seconds(plans, plan.cluster) for pair, plans in found.items()}
+
+    def _layout(self, stage: int, p: Property) -> Layout:
+        own = self.plan.stages[stage]
+        return Layout(own.mesh, p.placement, own.lengths[self.plan.first])
+
+    def _link(self, a: int, b: int) -> tuple[object, ...]:
+        """What tensors from stage a to stage b travel on: between the same machines they share the cards."""
+        machines = [frozenset(self.plan.cluster.devices[d].machine for d in self.plan.stages[s].devices) for s in (a, b)]
+        return (*map(tuple, map(sorted, machines)),)
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Peak bytes per device; one that has several stages keeps what all of them keep."""
+        total = [0] * self.plan.cluster.num_devices
+        schedule = self.plan.schedules[self.plan.first]
+        kept = in_flight(schedule)
+        for i, best in enumerate(self.candidates):
+            exact = self._exact(i, len(schedule.micro_batches), kept[i])
+            for d, size in zip(sorted(best.mesh.devices), memory(best, exact), strict=True):
+                total[d] += size
+        return tuple(total)
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """Every device's part of the work."""
+        plan, shares = self.plan, [0.0] * self.plan.cluster.num_devices
+        speeds = [sum(plan.cluster.type_of(d).speed(plan.precision) for d in s.devices) for s in plan.stages]
+        work = [t.micro * speed for t, speed in zip(self.times, speeds, strict=True)]
+        for i, best in enumerate(self.candidates):
+            for d, share in zip(sorted(best.mesh.devices), work_shares(best, self._exact(i, 1, 1)), strict=True):
+                shares[d] += share * work[i] / sum(work)
+        return tuple(shares)
+
+
+def stored_in(plan: Plan, stage: int, graph: Graph) -> dict[str, Placement]:
+    """Where a stage has what is there before its first program begins: parameters and buffers, and what it receives."""
+    program = plan.stages[stage].programs[plan.first]
+    received = {p.tensor: p.placement for p in program.needs if p.tensor in graph.refs and graph.refs[p.tensor].kind is Kind.RECEIVED}
+    return {s.name: c.placement for s in plan.storage for c in s.copies if c.stage == stage} | received
+
+
+def ties(plan: Plan) -> list[tuple[int, ...]]:
+    """Sets of stages that share a parameter."""
+    return [tuple(c.stage for c in s.copies) for s in plan.storage if len(s.copies) > 1]
+
+
+def predictions(plan: Plan) -> tuple[float, tuple[int, ...], tuple[float, ...]]:
+    """(iteration time, memory, shares)."""
+    staged = Staged(plan)
+    return staged.timetable.total, staged.memory, staged.shares
