@@ -166,9 +166,13 @@ class HAP(nn.Module):
             if key in executor.plan.graphs:
                 _compare(executor.plan, graph, key, parts)
                 return ""
-            from hapx.pipelines import extend
+            if len(executor.plan.stages) == 1:
+                from hapx.planner import extend
 
-            return _to_json(extend(executor.plan, graph, key, parts))
+                return _to_json(extend(executor.plan, graph, key))
+            from hapx.pipelines import extend_stages
+
+            return _to_json(extend_stages(executor.plan, key, graph, parts))
 
         text = self._world.from_first(make, "planning")
         if text:

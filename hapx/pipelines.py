@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from hapx import planner
 from hapx.alternation import Counters, Setting
 from hapx.cost.model import CostModel
 from hapx.errors import PlanError
@@ -76,11 +75,9 @@ def extend_piece(plan: Plan, number: int, graph: Graph, nodes: tuple[int, int], 
     return _piece(plan_spmd(setting, counters, [mesh])[0], nodes, tuple(local))
 
 
-def extend(plan: Plan, graph: Graph, key: ProgramKey, parts: Callable[[int], Graph]) -> Plan:
-    """The plan with a further program (another batch size, or evaluation): parameters stay where they are, in the lengths they have. parts: gives the
+def extend_stages(plan: Plan, key: ProgramKey, graph: Graph, parts: Callable[[int], Graph]) -> Plan:
+    """A plan of several stages with a further program (another batch size, or evaluation): parameters stay where they are, in the lengths they have. parts: gives the
     graph of one of so many micro-batches."""
-    if len(plan.stages) == 1:
-        return planner.extend(plan, graph, key)
     most = len(plan.schedules[plan.first].micro_batches)
     micro = parts(next(n for n in range(most, 0, -1) if graph.batch % n == 0))
     assert micro.micro_batches is not None

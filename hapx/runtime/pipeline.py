@@ -71,9 +71,12 @@ class _Step:
         for action in self.actions:
             if self.training or (action.kind != "backward" and action.kind != "synchronise" and action.direction == "forward"):
                 getattr(self, f"_{action.kind}")(action)
+        return self.results
+
+    def wait(self) -> None:
+        """For everything that was sent."""
         for handle in self.sending:
             handle.wait()
-        return self.results
 
     def _own(self, action: Action) -> Kept:
         return self.kept.setdefault((action.stage, action.micro_batch), Kept())
@@ -219,6 +222,7 @@ class Pipeline:
             self.base = self.rng.step + 1
         step = _Step(self, key, inputs, self.scale())
         results, gradients = self._with_gradients(step) if step.training else (step.run(), [])
+        step.wait()
         if key.mode == "train":
             self.rng.step = self.base + times - 1
         outputs = self._outputs(key, results)
