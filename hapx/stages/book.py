@@ -64,7 +64,7 @@ class Book:
         """Seconds per micro-batch and per iteration; with estimates in place of the bounds if wanted."""
         if not estimates:
             return self.micro, self.iteration
-        ratio = np.where(np.isnan(self.ratio), self._usual(), self.ratio)[:, None, None, None, :]
+        ratio = self._factors()[:, None, None, None, :]
         open_ = ~self.real[..., None]
         return np.where(open_, self.micro * ratio[..., 0], self.micro), np.where(open_, self.iteration * ratio[..., 1], self.iteration)
 
@@ -72,10 +72,15 @@ class Book:
         """Seconds, inf where nothing was asked."""
         return np.where(self.real[..., None], self.micro, np.inf), self.iteration
 
-    def _usual(self) -> Floats:
-        """The factor of shapes that were never asked: the least of all others."""
-        known = self.ratio[~np.isnan(self.ratio[:, 0])]
-        return known.min(axis=0) if len(known) else np.ones(2)
+    def _factors(self) -> Floats:
+        """Per shape, the least of answer / bound; of a shape that was never asked, that of shapes with no more devices: more devices have more losses."""
+        sizes = np.array([s.num_devices for s in self.space.shapes])
+        known = ~np.isnan(self.ratio[:, 0])
+        factors = np.where(known[:, None], self.ratio, 1.0)
+        for shape in np.nonzero(~known)[0]:
+            smaller = factors[known & (sizes <= sizes[shape])]
+            factors[shape] = smaller.min(axis=0) if len(smaller) else 1.0
+        return factors
 
     def _write(self, shape: int, runs: Sequence[tuple[int, int]], answers: Sequence[Answer]) -> None:
         more = len(answers) - self.micro.shape[-1]

@@ -25,7 +25,7 @@ from hapx.stages.book import Book, Floats, Ints
 from hapx.stages.costs import Discipline
 
 POSITIONS = 16
-GRID = 12
+GRID = 8
 
 
 class Frontier:
@@ -40,12 +40,16 @@ class Frontier:
         self.positions = self._positions()
         self._windows()
         self._first_pass()
-        start = self.space.start
-        self.least_top = float(self.top[start, 0, -1])
+        self.least_top = float(self.top[self.space.start, 0, -1])
         self.infinite = not np.isfinite(self.least_top) or self.n * self.least_top >= limit
-        if not self.infinite:
-            self.grid, self.before = self._grid()
-            self._second_pass()
+
+    def below(self, limit: float) -> None:
+        """Makes F for pipelines that take less than `limit`, which is at most the frontier's and may be lowered or raised again."""
+        self.limit = limit
+        self._windows()
+        self.bands = self._bands()
+        self.grid, self.before = self._grid()
+        self._second_pass()
 
     def position(self, behind: int) -> int:
         """Index of the position with `behind` stages behind it."""
@@ -110,6 +114,27 @@ class Frontier:
                 np.minimum(mine, longest.min(axis=-1), out=mine)
         self.top, self.rest = table[:, :p, layers:], table[:, p, layers:]
 
+    def _bands(self) -> list[tuple[int, int]]:
+        """Per state, the layers [first, last) before which a pipeline of interest may have a boundary there."""
+        layers = self.num_layers
+        reached = np.zeros((len(self.space.states), layers + 1), dtype=np.bool_)
+        reached[self.space.start, layers] = True
+        within = {key: self._period(*key)[0] * self.n < self.limit for key in self.periods}
+        bands = [(0, 0)] * len(reached)
+        for state in reversed(range(len(reached))):
+            useful = np.nonzero(reached[state] & (self.top[state, 0] * self.n < self.limit))[0]
+            if not len(useful):
+                continue
+            bands[state] = first, last = int(useful[0]), int(useful[-1]) + 1
+            for move in self.space.moves[state]:
+                width = self.width[move.shape]
+                if width:
+                    found = within[move.shape, self.space.links[state]][first:last]
+                    for stop in useful.tolist():
+                        low = max(0, stop - width)
+                        reached[move.target, low:stop] |= found[stop - first, low - stop + width :]
+        return bands
+
     def _period(self, shape: int, link: int) -> Floats:
         crossing: Floats = self.crossing[link][None, :, None]
         period: Floats = np.maximum(self.seconds[shape], crossing) if self.discipline.hides else self.seconds[shape] + crossing
@@ -132,16 +157,17 @@ class Frontier:
         views, after = self._views(table), np.minimum(np.arange(p) + 1, p - 1)
         costs: dict[tuple[int, int], Floats] = {}
         for state, moves in enumerate(self.space.moves):
-            link, mine = self.space.links[state], table[state, :, :, layers:]
+            first, last = self.bands[state]
+            link, mine = self.space.links[state], table[state, :, :, layers + first : layers + last]
             if self.space.ends[state]:
-                mine[:, :, 0] = 0.0
+                table[state, :, :, layers] = 0.0
             for move in moves:
-                if not self.width[move.shape]:
+                if not self.width[move.shape] or first == last:
                     continue
                 if (move.shape, link) not in costs:
                     seconds = (self.seconds[move.shape] + self.crossing[link][None, :, None])[:, None]
-                    within = self.periods[move.shape, link][:p, None] <= self.grid[None, :, None, None]
+                    within = self._period(move.shape, link)[:, None] <= self.grid[None, :, None, None]
                     costs[move.shape, link] = np.where(within, seconds, np.inf)
-                whole = costs[move.shape, link] + views[move.shape][move.target][after]
+                whole = costs[move.shape, link][:, :, first:last] + views[move.shape][move.target, :, :, first:last][after]
                 np.minimum(mine, whole.min(axis=-1), out=mine)
         self.sums = table[..., layers:]

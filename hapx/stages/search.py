@@ -8,6 +8,7 @@ fewer stages behind mean fewer micro-batches in flight before.
 
 from __future__ import annotations
 
+import math
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -61,9 +62,19 @@ class Searcher:
 
     def cheapest(self, apart: bool = False, most: int = 1) -> list[tuple[float, Label]]:
         """The cheapest pipelines below the frontier's limit, best first: one, or with `apart` the best of every number of stages, up to `most`."""
-        found: list[tuple[float, Label]] = []
         if self.frontier.infinite:
-            return found
+            return []
+        limit, found = self.frontier.limit, list[tuple[float, Label]]()
+        for factor in (1.2, 1.5, 3.0, math.inf):
+            guess = min(limit, factor * self.frontier.n * self.frontier.least_top)
+            self.frontier.below(guess)
+            found = self._search(apart, most)
+            if len(found) == most or guess >= limit:
+                break
+        return found
+
+    def _search(self, apart: bool, most: int) -> list[tuple[float, Label]]:
+        found: list[tuple[float, Label]] = []
         order, numbers = count(), set[int]()
         root = Label(self.book.num_layers, self.space.start, 0, 0.0, 0.0, 0.0, None, None)
         heap = [(0.0, next(order), root)]
