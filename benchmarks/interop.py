@@ -2,11 +2,13 @@
 
     python -m benchmarks.interop             every row
     python -m benchmarks.interop --quick     up to 16 layers
+    python -m benchmarks.interop --prove     8 and 16 layers on small clusters: what asking until the best is proven costs, and how much better it is
 
 The planner is a formula here, so seconds are those of the program alone. A model is a run of equal blocks between an embedding and a head. An answer
 on m devices takes the work divided by their speeds, more the more devices share a layer (14 % per doubling inside a machine, 40 % per doubling of
 machines, noise of up to 10 %), and a synchronisation of gradients; it either keeps activations or recomputes them. The bound knows FLOPs, speeds and
-memory only. "of": pairs of (classes of layers, shape), over all numbers of micro-batches; one call of the planner answers for one pair.
+memory only. "of": pairs of (classes of layers, shape), over all numbers of micro-batches; one call of the planner answers for one pair. Asking ends
+where estimates lead to nothing better.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 
@@ -22,14 +25,13 @@ from rich.table import Table
 
 from benchmarks.workloads import machines, paper_cluster
 from hapx.cluster.spec import ClusterSpec, Link
-from hapx.stages.costs import ONE_F_ONE_B, Answer, Prices, most_in_flight
+from hapx.stages.costs import Answer, Prices, most_in_flight
 from hapx.stages.dp import Solution, solve
 from hapx.stages.space import space
 from hapx.stages.submeshes import Shape
 
 WIDTH, TOKENS, VOCABULARY, BATCH = 8192, 1024, 51200, 1024
 MICRO_BATCHES = (32, 64, 128, 256)
-MOST_ASKS = 100  # where proving ends
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,11 @@ class Synthetic:
         return 2 * (2 * WIDTH * TOKENS * BATCH / self.micro_batches / link.bandwidth + link.latency)
 
 
-def solved(cluster: ClusterSpec, layers: int, micro_batches: tuple[int, ...] = MICRO_BATCHES) -> tuple[Solution, float]:
+def solved(cluster: ClusterSpec, layers: int, prove: bool = False, micro_batches: tuple[int, ...] = MICRO_BATCHES) -> tuple[Solution, float]:
     """Solution and CPU seconds."""
     names = ("embedding", *["block"] * (layers - 2), "head")
     began = time.process_time()
-    found = solve(names, space(cluster), [Synthetic(cluster, names, n).prices() for n in micro_batches], most_asks=MOST_ASKS)
+    found = solve(names, space(cluster), [Synthetic(cluster, names, n).prices() for n in micro_batches], prove=prove)
     return found, time.process_time() - began
 
 
@@ -91,24 +93,40 @@ def clusters() -> list[tuple[str, ClusterSpec]]:
     return [*alike, ("paper: 2 x 8 V100, 6 x 8 P100", paper_cluster(64)), ("8 H100, 8 A100", h100)]
 
 
-def table(quick: bool) -> Table:
-    """A row per cluster and depth. Blocks are as many as memory allows."""
+def table(depths: Sequence[int]) -> Table:
+    """A row per cluster and depth."""
     made = Table(title=f"inter-operator program, {len(MICRO_BATCHES)} numbers of micro-batches")
-    for column in ("devices", "layers", "CPU s", "asked", "of", "searches", "suffixes", "gap %", "n", "stages"):
+    for column in ("devices", "layers", "CPU s", "asked", "of", "searches", "suffixes", "n", "stages"):
         made.add_column(column, justify="left" if column == "devices" else "right")
     for name, cluster in clusters():
-        for layers in (8, 16) if quick else (8, 16, 24, 48, 96):
+        for layers in depths:
             found, seconds = solved(cluster, layers)
             best = found.pipelines[0] if found.pipelines else None
-            fits = (f"{100 * found.gap:.1f}", str(best.micro_batches), str(len(best.stages))) if best else ("", "", "none fits")
-            made.add_row(name, str(layers), f"{seconds:.2f}", str(found.asked), str(found.pairs), str(found.searches), str(found.labels), *fits)
+            what = (str(best.micro_batches), str(len(best.stages))) if best else ("", "none fits")
+            made.add_row(name, str(layers), f"{seconds:.2f}", str(found.asked), str(found.pairs), str(found.searches), str(found.labels), *what)
+    return made
+
+
+def proofs(depths: Sequence[int] = (8, 16)) -> Table:
+    """What estimates lead to, beside the proven best."""
+    made = Table(title="guided by estimates, and proven")
+    for column in ("devices", "layers", "asked", "until proven", "of", "slower by at most", "really"):
+        made.add_column(column, justify="left" if column == "devices" else "right")
+    for name, cluster in [c for c in clusters() if c[1].num_devices <= 32]:
+        for layers in depths:
+            guided, proven = solved(cluster, layers)[0], solved(cluster, layers, prove=True)[0]
+            if guided.pipelines:
+                excess = guided.pipelines[0].time / proven.pipelines[0].time - 1
+                made.add_row(name, str(layers), str(guided.asked), str(proven.asked), str(proven.pairs), f"{guided.gap:.1%}", f"{excess:.2%}")
     return made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="up to 16 layers")
-    Console().print(table(parser.parse_args().quick))
+    parser.add_argument("--prove", action="store_true", help="compare with proven pipelines")
+    chosen = parser.parse_args()
+    Console().print(proofs() if chosen.prove else table((8, 16) if chosen.quick else (8, 16, 24, 48, 96)))
 
 
 if __name__ == "__main__":

@@ -37,16 +37,17 @@ class Book:
         self.real = np.zeros(size, dtype=np.bool_)
         self.answers: dict[tuple[int, int, int], tuple[Answer, ...]] = {}
         self.version = 0
+        self.others: tuple[Book, ...] = ()
         self.ratio: Floats = np.full((len(space.shapes), 2), np.nan)
         self.num_pairs = len(space.shapes) * len(runs)
         for shape, known in enumerate(space.shapes):
             for equal in runs.values():
                 self._write(shape, equal, (prices.bound(*equal[0], known),))
 
-    def ask(self, shape: int, start: int, stop: int) -> None:
-        """Asks the planner, unless it was asked."""
+    def ask(self, shape: int, start: int, stop: int) -> bool:
+        """Asks the planner, unless it was asked. Returns whether it had to be."""
         if self.real[shape, start, stop]:
-            return
+            return False
         equal = self.alike[start, stop]
         bound = self.micro[shape, start, stop, 0], self.iteration[shape, start, stop, 0]
         answers = self.prices.ask(*equal[0], self.space.shapes[shape])
@@ -59,6 +60,7 @@ class Book:
             ratio = [s / b if b > 0 else 1.0 for s, b in zip(seen, bound, strict=True)]
             self.ratio[shape] = np.fmin(self.ratio[shape], ratio)
         self.version += 1
+        return True
 
     def arrays(self, estimates: bool) -> tuple[Floats, Floats]:
         """Seconds per micro-batch and per iteration; with estimates in place of the bounds if wanted."""
@@ -73,10 +75,14 @@ class Book:
         return np.where(self.real[..., None], self.micro, np.inf), self.iteration
 
     def _factors(self) -> Floats:
-        """Per shape, the least of answer / bound; of a shape that was never asked, that of shapes with no more devices: more devices have more losses."""
+        """Per shape, the least of answer / bound, here or else at other numbers of micro-batches; of a shape that was never asked, that of shapes
+        with no more devices: more devices have more losses."""
         sizes = np.array([s.num_devices for s in self.space.shapes])
-        known = ~np.isnan(self.ratio[:, 0])
-        factors = np.where(known[:, None], self.ratio, 1.0)
+        ratio = self.ratio
+        for other in self.others:
+            ratio = np.where(np.isnan(self.ratio), np.fmin(ratio, other.ratio), ratio)
+        known = ~np.isnan(ratio[:, 0])
+        factors = np.where(known[:, None], ratio, 1.0)
         for shape in np.nonzero(~known)[0]:
             smaller = factors[known & (sizes <= sizes[shape])]
             factors[shape] = smaller.min(axis=0) if len(smaller) else 1.0

@@ -29,6 +29,7 @@ from hapx.stages.search import Choice, Label, Searcher
 from hapx.stages.space import Space
 
 EPSILON = 0.005  # what the simulator sees differently is more than that
+GUIDED = 0.02  # while estimates lead, which are no better than that
 MARGIN = 0.1  # further pipelines that are returned are at most so much slower
 
 
@@ -57,6 +58,7 @@ def solve(
     disciplines: Sequence[Discipline] = (ONE_F_ONE_B,),
     *,
     epsilon: float = EPSILON,
+    prove: bool = True,
     most_asks: int | None = None,
     keep: int = 5,
     watch: Callable[[int, float, float], None] | None = None,
@@ -67,11 +69,13 @@ def solve(
         layers: class of each layer; runs of equal classes cost the same.
         prices: one per number of micro-batches that is considered.
         epsilon: nothing is looked at that could be better by a smaller share than that. 0: the optimum.
-        most_asks: with as many asks nothing more is asked to prove the best pipeline (None: no such end). To find one never counts.
+        prove: whether to ask until the best pipeline is proven; else asking ends where estimates lead to nothing better by `GUIDED`, and
+            `Solution.gap` says what is known. (`python -m benchmarks.interop --prove` shows how many asks it takes and what it finds.)
+        most_asks: with as many asks nothing more is asked, unless no pipeline was found yet (None: no such end).
         keep: pipelines to return: the best, and of each (micro-batches, discipline, number of stages) the best of what was asked.
-        watch: called after every ask with (asks, seconds of the best pipeline or inf, bound).
+        watch: called after every ask with (asks, seconds of the best pipeline or inf, lower bound or 0).
     """
-    return _Solver(layers, space, prices, disciplines, epsilon, most_asks, watch).solve(keep)
+    return _Solver(layers, space, prices, disciplines, epsilon, prove, most_asks, watch).solve(keep)
 
 
 @dataclass(eq=False)
@@ -92,70 +96,76 @@ class _Solver:
         prices: Sequence[Prices],
         disciplines: Sequence[Discipline],
         epsilon: float,
+        prove: bool,
         most_asks: int | None,
         watch: Callable[[int, float, float], None] | None,
     ):
-        self.space, self.epsilon, self.most_asks, self.watch = space, epsilon, most_asks, watch
+        self.space, self.epsilon, self.prove, self.most_asks, self.watch = space, epsilon, prove, most_asks, watch
         self.books = [Book(layers, space, p) for p in prices]
+        for book in self.books:
+            book.others = tuple(b for b in self.books if b is not book)
         self.runs = [_Run(book, d) for book in self.books for d in disciplines]
         self.best: Pipeline | None = None
         self.searches = self.labels = 0
 
     def solve(self, keep: int) -> Solution:
         self._explore(estimates=True)
-        open_bound = self._explore(estimates=False)
-        bound = min(open_bound, self._limit())
-        found = self._others(keep)
+        self._combine(1)
+        unexplored = self._explore(estimates=False)
+        found = self._combine(keep)
+        bound = min(unexplored, self._limit())
         pairs = sum(b.num_pairs for b in self.books)
         return Solution(found, bound if found else math.inf, self._asks(), pairs, self.searches, self.labels)
 
     def _asks(self) -> int:
         return sum(b.version for b in self.books)
 
-    def _limit(self) -> float:
+    def _limit(self, estimates: bool = False) -> float:
         """Seconds that a pipeline must stay below to be of interest."""
-        return self.best.time / (1 + self.epsilon) if self.best is not None else math.inf
+        share = max(self.epsilon, GUIDED) if estimates else self.epsilon
+        return self.best.time / (1 + share) if self.best is not None else math.inf
 
     def _explore(self, estimates: bool) -> float:
         """Asks until the cheapest pipeline has answers only. Returns a lower bound of what was not explored: inf where everything was."""
-        heap = [(value, i) for i, run in enumerate(self.runs) if (value := self._search(run, estimates)) < self._limit()]
+        heap = [(value, i) for i, run in enumerate(self.runs) if (value := self._search(run, estimates)) < self._limit(estimates)]
         heapify(heap)
         while heap:
             value, i = heappop(heap)
             run = self.runs[i]
-            if value >= self._limit():
+            if value >= self._limit(estimates):
                 return math.inf
             if run.seen != run.book.version:  # asked meanwhile for another discipline
                 value = self._search(run, estimates)
             else:
                 assert run.best is not None
                 unknown = [c for c in run.best.choices() if not run.book.real[c.move.shape, c.start, c.stop]]
-                if unknown and not estimates and self.most_asks is not None and self._asks() >= self.most_asks:
+                if unknown and self._is_enough(estimates):
                     return value
                 for c in unknown:
-                    run.book.ask(c.move.shape, c.start, c.stop)
-                    self._tell(value if not estimates else 0.0)
+                    if run.book.ask(c.move.shape, c.start, c.stop) and self.watch is not None:
+                        self.watch(self._asks(), self.best.time if self.best is not None else math.inf, 0.0 if estimates else value)
                 self._offer(run, run.best.choices(), exact=not unknown)
                 if not unknown:
                     continue
                 value = self._search(run, estimates)
-            if value < self._limit():
+            if value < self._limit(estimates):
                 heappush(heap, (value, i))
         return math.inf
 
+    def _is_enough(self, estimates: bool) -> bool:
+        """Whether no more is to be asked; never before there is a pipeline."""
+        spent = self.most_asks is not None and self._asks() >= self.most_asks
+        return self.best is not None and (spent or not (estimates or self.prove))
+
     def _search(self, run: _Run, estimates: bool) -> float:
         """The least time of a run's pipelines that are of interest, with bounds (or estimates) for what is not known; inf if there is none."""
-        searcher = Searcher(Frontier(run.book, run.discipline, *run.book.arrays(estimates), self._limit()))
+        searcher = Searcher(Frontier(run.book, run.discipline, *run.book.arrays(estimates), self._limit(estimates)))
         found = searcher.cheapest()
         self.searches += 1
         self.labels += searcher.labels
         run.seen = run.book.version
         run.best = found[0][1] if found else None
         return found[0][0] if found else math.inf
-
-    def _tell(self, bound: float) -> None:
-        if self.watch is not None:
-            self.watch(self._asks(), self.best.time if self.best is not None else math.inf, bound)
 
     def _offer(self, run: _Run, choices: Sequence[Choice], exact: bool) -> None:
         """Keeps a pipeline if it is the best so far; unless `exact`, with the quickest answers that fit in place of the options chosen."""
@@ -178,14 +188,16 @@ class _Solver:
         time = latency(n, run.discipline, [(s.answer.micro, s.crossing, s.answer.iteration) for s in stages])
         return Pipeline(time, n, run.discipline, tuple(stages))
 
-    def _others(self, keep: int) -> tuple[Pipeline, ...]:
-        """The best pipeline, then the best of what was asked for every run and number of stages."""
+    def _combine(self, keep: int) -> tuple[Pipeline, ...]:
+        """The best pipeline, then the best of every run and number of stages, out of what was asked (which may be better than what led to asking)."""
         if self.best is None:
             return ()
-        found = [self.best]
-        for run in self.runs if keep > 1 else []:
-            searcher = Searcher(Frontier(run.book, run.discipline, *run.book.asked_only(), self.best.time * (1 + MARGIN)))
-            made = [self._pipeline(run, label.choices(), exact=True) for _, label in searcher.cheapest(apart=True, most=keep)]
+        found, limit = [self.best], self.best.time * (1 + (MARGIN if keep > 1 else 0))
+        for run in self.runs:
+            searcher = Searcher(Frontier(run.book, run.discipline, *run.book.asked_only(), limit))
+            made = [self._pipeline(run, label.choices(), exact=True) for _, label in searcher.cheapest(apart=keep > 1, most=keep)]
             found += [p for p in made if p is not None]
-            self.labels += searcher.labels
-        return tuple(sorted(dict.fromkeys(found), key=lambda p: p.time))[:keep]
+            self.searches, self.labels = self.searches + 1, self.labels + searcher.labels
+        best = sorted(dict.fromkeys(found), key=lambda p: p.time)[:keep]
+        self.best = best[0]
+        return tuple(best)

@@ -20,7 +20,7 @@ Devices = tuple[int, ...]
 def cheapest(num_layers: int, cluster: ClusterSpec, prices: Prices, discipline: Discipline, idle: bool = False) -> Pipeline | None:
     """The cheapest pipeline at one number of micro-batches; None where nothing fits."""
     best: Pipeline | None = None
-    for shapes, links, devices in _sequences(cluster, num_layers, idle):
+    for shapes, links, devices in sequences(cluster, num_layers, idle):
         for cuts in combinations(range(1, num_layers), len(shapes) - 1):
             runs = list(pairwise((0, *cuts, num_layers)))
             made = _cheapest(runs, shapes, links, devices, prices, discipline)
@@ -31,7 +31,7 @@ def cheapest(num_layers: int, cluster: ClusterSpec, prices: Prices, discipline: 
 
 def count(num_layers: int, cluster: ClusterSpec, idle: bool = False) -> int:
     """Number of pipelines, answers not counted."""
-    return sum(1 for shapes, _, _ in _sequences(cluster, num_layers, idle) for _ in combinations(range(1, num_layers), len(shapes) - 1))
+    return sum(1 for shapes, _, _ in sequences(cluster, num_layers, idle) for _ in combinations(range(1, num_layers), len(shapes) - 1))
 
 
 def _cheapest(
@@ -51,7 +51,7 @@ def _cheapest(
     return Pipeline(best[0], n, discipline, tuple(stages))
 
 
-def _sequences(cluster: ClusterSpec, most: int, idle: bool) -> Iterator[tuple[tuple[Shape, ...], tuple[Link, ...], list[Devices]]]:
+def sequences(cluster: ClusterSpec, most: int, idle: bool) -> Iterator[tuple[tuple[Shape, ...], tuple[Link, ...], list[Devices]]]:
     """Sequences of submeshes from the front that differ in shapes or links, with the links between neighbours."""
     seen = set()
     for found in _laid(cluster, [], most, idle):

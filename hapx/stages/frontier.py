@@ -24,7 +24,7 @@ from numpy.lib.stride_tricks import as_strided
 from hapx.stages.book import Book, Floats, Ints
 from hapx.stages.costs import Discipline
 
-POSITIONS = 16
+POSITIONS = 8
 GRID = 8
 
 
@@ -38,7 +38,8 @@ class Frontier:
         self.num_layers = book.num_layers
         self.crossing = self._least_crossing()
         self.positions = self._positions()
-        self._windows()
+        self.least, self.update = self._least()
+        self._trim(limit)
         self._first_pass()
         self.least_top = float(self.top[self.space.start, 0, -1])
         self.infinite = not np.isfinite(self.least_top) or self.n * self.least_top >= limit
@@ -46,7 +47,7 @@ class Frontier:
     def below(self, limit: float) -> None:
         """Makes F for pipelines that take less than `limit`, which is at most the frontier's and may be lowered or raised again."""
         self.limit = limit
-        self._windows()
+        self._trim(limit)
         self.bands = self._bands()
         self.grid, self.before = self._grid()
         self._second_pass()
@@ -69,25 +70,28 @@ class Frontier:
         last = int(np.argmax(classes == classes[-1]))
         return flights[: min(last, POSITIONS - 1) + 1]
 
-    def _windows(self) -> None:
-        """Per shape: seconds [position, stop, start counted from stop - width], where width is the longest run that may matter."""
-        layers, most = self.num_layers, self.limit / self.n
+    def _least(self) -> tuple[Floats, Floats]:
+        """The least seconds per micro-batch [shape, position, stop, start + layers - stop] and per iteration [shape, stop, start + layers - stop]
+        of what fits."""
+        layers, fits = self.num_layers, self.book.fits
         starts = np.arange(layers + 1)[:, None] - layers + np.arange(layers)[None, :]
-        stops = np.broadcast_to(np.arange(layers + 1)[:, None], starts.shape)
-        valid, clipped = starts >= 0, np.maximum(starts, 0)
-        self.seconds: list[Floats] = []
-        self.updates: list[Floats] = []
-        self.width: list[int] = []
-        for shape in range(len(self.space.shapes)):
-            options, fits = self.micro[shape], self.book.fits[shape]
-            least = np.stack([np.where(fits >= f, options, np.inf).min(axis=-1) for f in self.positions])
-            update = np.where(fits >= self.positions[0], self.iteration[shape], np.inf).min(axis=-1)
-            least = np.where(valid, least[:, clipped, stops], np.inf)
-            useful = np.nonzero((least < most).any(axis=(0, 1)))[0]
-            width = layers - int(useful[0]) if len(useful) else 0
-            self.width.append(width)
-            self.seconds.append(least[:, :, layers - width :])
-            self.updates.append(np.where(valid, update[clipped, stops], np.inf)[:, layers - width :])
+        valid, clipped, stops = starts >= 0, np.maximum(starts, 0), np.arange(layers + 1)[:, None]
+        size = (len(fits), len(self.positions), layers, layers + 1)
+        seconds, updates = np.full(size, np.inf), np.full(self.micro.shape[:-1], np.inf)
+        for option in range(fits.shape[-1]):  # few: quicker than to reduce over the last dim
+            mine, fit = self.micro[..., option], fits[..., option]
+            for p, flight in enumerate(self.positions.tolist()):
+                np.minimum(seconds[:, p], np.where(fit >= flight, mine, np.inf), out=seconds[:, p])
+            np.minimum(updates, np.where(fit >= self.positions[0], self.iteration[..., option], np.inf), out=updates)
+        return np.where(valid, seconds[:, :, clipped, stops], np.inf), np.where(valid, updates[:, clipped, stops], np.inf)
+
+    def _trim(self, limit: float) -> None:
+        """Per shape: seconds [position, stop, start + width - stop], where width is the longest run that may matter below the limit."""
+        layers = self.num_layers
+        useful = [np.nonzero((least[0] < limit / self.n).any(axis=0))[0] for least in self.least]
+        self.width = [layers - int(u[0]) if len(u) else 0 for u in useful]
+        self.seconds = [least[:, :, layers - w :] for least, w in zip(self.least, self.width, strict=True)]
+        self.updates = [update[:, layers - w :] for update, w in zip(self.update, self.width, strict=True)]
 
     def _views(self, table: Floats) -> list[Floats]:
         """Per shape, of a table [state, ..., layers of padding + layers + 1]: [state, ..., stop, start] over the shape's window."""
