@@ -1,0 +1,136 @@
+"""Best-first search for the cheapest pipeline over what a book knows, from the last stage to the first.
+
+A label is a suffix of a pipeline: its first layer, what devices are left, the shape of its first stage, and so far the sum of seconds, the largest
+period, the largest seconds per iteration and the number of stages. With the bound of `hapx.stages.frontier` on what goes before, labels are looked at
+in the order of the least time they can lead to. Of two labels at the same layer, devices and shape one that is no better in any number is dropped:
+fewer stages behind mean fewer micro-batches in flight before.
+"""
+
+from __future__ import annotations
+
+import math
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from hapx.stages.frontier import Frontier
+from hapx.stages.space import Move
+
+
+class Choice(NamedTuple):
+    """A stage: layers [start, stop), the option of the book, the move that takes its devices, what crosses to the next stage."""
+
+    start: int
+    stop: int
+    option: int
+    move: Move
+    crossing: float
+
+
+class Label(NamedTuple):
+    """A suffix: next to be assigned are the layers before `layer` on the devices of `state`. Stages from the front."""
+
+    layer: int
+    state: int
+    stages: int
+    total: float
+    period: float
+    iteration: float
+    choice: Choice | None
+    behind: Label | None
+
+    def choices(self) -> list[Choice]:
+        """Stages from the front."""
+        label: Label | None = self
+        found = []
+        while label is not None and label.choice is not None:
+            found.append(label.choice)
+            label = label.behind
+        return found
+
+
+class Searcher:
+    """A search on one frontier. labels: how many were looked at."""
+
+    def __init__(self, frontier: Frontier):
+        self.frontier, self.space, self.book = frontier, frontier.space, frontier.book
+        self.prices = frontier.book.prices
+        self.labels = 0
+        self._crossings: dict[tuple[int, int, int, int], float] = {}
+
+    def cheapest(self, apart: bool = False, most: int = 1) -> list[tuple[float, Label]]:
+        """The cheapest pipelines below the frontier's limit, best first: one, or with `apart` the best of every number of stages, up to `most`."""
+        if self.frontier.infinite:
+            return []
+        limit, found = self.frontier.limit, list[tuple[float, Label]]()
+        for factor in (1.2, 1.5, 3.0, math.inf):
+            guess = min(limit, factor * self.frontier.n * self.frontier.least_top)
+            self.frontier.below(guess)
+            found = self._search(apart, most)
+            if len(found) == most or guess >= limit:
+                break
+        return found
+
+    def _search(self, apart: bool, most: int) -> list[tuple[float, Label]]:
+        found: list[tuple[float, Label]] = []
+        order, numbers = count(), set[int]()
+        root = Label(self.book.num_layers, self.space.start, 0, 0.0, 0.0, 0.0, None, None)
+        heap = [(0.0, next(order), root)]
+        known: dict[tuple[int, ...], list[Label]] = {}
+        while heap and len(found) < most:
+            time, _, label = heappop(heap)
+            self.labels += 1
+            if label.layer == 0:
+                if label.stages not in numbers:
+                    found.append((time, label))
+                    numbers.add(label.stages)
+                continue
+            for value, child in self._children(label):
+                assert child.choice is not None
+                others = known.setdefault((child.layer, child.state, child.choice.move.shape, child.stages if apart else 0), [])
+                if not any(_no_worse(o, child) for o in others):
+                    others.append(child)
+                    heappush(heap, (value, next(order), child))
+        return found
+
+    def _children(self, label: Label) -> list[tuple[float, Label]]:
+        """Suffixes with one more stage in front that may be below the limit, with the least time they can lead to."""
+        frontier, made = self.frontier, []
+        stop, n = label.layer, frontier.n
+        flight = frontier.discipline.in_flight(n, label.stages + 1)
+        position = frontier.position(label.stages + 1)
+        for move in self.space.moves[label.state]:
+            width = min(frontier.width[move.shape], stop)
+            if not width:
+                continue
+            runs = np.s_[stop - width : stop]
+            micro, iteration = frontier.micro[move.shape, runs, stop], frontier.iteration[move.shape, runs, stop]
+            crossing = self._crossing(label, move.shape)
+            total = label.total + micro + crossing
+            period = np.maximum(label.period, np.maximum(micro, crossing) if frontier.discipline.hides else micro + crossing)
+            update = np.maximum(label.iteration, iteration)
+            top = np.maximum(period, frontier.top[move.target, position, runs, None])
+            ahead = frontier.sums[move.target, position, :, runs, None]
+            least = (ahead + (n - 1) * np.maximum(top, frontier.before[:, None, None])).min(axis=0) if n > 1 else ahead[0]
+            value = total + least + np.maximum(update, frontier.rest[move.target, runs, None])
+            value = np.where(self.book.fits[move.shape, runs, stop] >= flight, value, np.inf)
+            for i, option in np.argwhere(value < frontier.limit).tolist():
+                choice = Choice(stop - width + i, stop, option, move, crossing)
+                c, m, u = (float(a[i, option]) for a in (total, period, update))
+                made.append((float(value[i, option]), Label(choice.start, move.target, label.stages + 1, c, m, u, choice, label)))
+        return made
+
+    def _crossing(self, label: Label, shape: int) -> float:
+        if label.choice is None:
+            return 0.0
+        key = (label.layer, shape, label.choice.move.shape, self.space.links[label.state])
+        if key not in self._crossings:
+            shapes, link = self.space.shapes, self.space.kinds_of_link[key[3]]
+            self._crossings[key] = self.prices.crossing(label.layer, shapes[shape], shapes[key[2]], link)
+        return self._crossings[key]
+
+
+def _no_worse(a: Label, b: Label) -> bool:
+    return a.total <= b.total and a.period <= b.period and a.iteration <= b.iteration and a.stages <= b.stages
