@@ -54,10 +54,11 @@ def plan_piece(asked: Setting, nodes: tuple[int, int], devices: Sequence[int], c
     are those of the stage. Raises InsufficientMemoryError or PlanError where there is none."""
     graph = part(asked.graph, *nodes)
     setting = replace(asked, graph=graph, cluster=asked.cluster.part(sorted(devices)))
-    return [_piece(candidate, nodes, tuple(sorted(devices))) for candidate in plan_spmd(setting, counters)]
+    return [piece_of(candidate, nodes, tuple(sorted(devices))) for candidate in plan_spmd(setting, counters)]
 
 
-def _piece(candidate: Candidate, nodes: tuple[int, int], devices: tuple[int, ...]) -> Piece:
+def piece_of(candidate: Candidate, nodes: tuple[int, int], devices: tuple[int, ...]) -> Piece:
+    """A planned program as a stage."""
     exact = replaced(candidate.costs.at_lengths(candidate.lengths), repeats=1, in_flight=1)
     return Piece(nodes, devices, candidate.theory.graph, candidate, stage_times(candidate.program, candidate.theory.graph, exact))
 
@@ -72,7 +73,7 @@ def extend_piece(plan: Plan, number: int, graph: Graph, nodes: tuple[int, int], 
     kept = {state.cut for p in given.values() for state in p.states if isinstance(state, Sharded)}
     fixed = {cut: lengths for cut, lengths in stage.lengths[plan.first].items() if cut in kept}
     setting = replace(asked, graph=own, cluster=asked.cluster.part(local), given=given, fixed=fixed, start=stage.shares)
-    return _piece(plan_spmd(setting, counters, [mesh])[0], nodes, tuple(local))
+    return piece_of(plan_spmd(setting, counters, [mesh])[0], nodes, tuple(local))
 
 
 def extend_stages(plan: Plan, key: ProgramKey, graph: Graph, parts: Callable[[int], Graph]) -> Plan:

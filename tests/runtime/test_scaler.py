@@ -113,6 +113,9 @@ def test_a_disabled_scaler_does_nothing() -> None:
     class Model:
         device = torch.device("cpu")
 
+        def seed_with(self, scale: object) -> None:
+            pass
+
     scaler = hapx.GradScaler(Model(), enabled=False)  # type: ignore[arg-type]
     loss = torch.ones(())
     assert scaler.scale(loss) is loss

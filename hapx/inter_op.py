@@ -1,0 +1,164 @@
+"""Pipelines for a model on a cluster: the inter-operator program (`hapx.stages.dp`) with the planner's answers, made into plans.
+
+In: a setting of the whole model, and what gives the graph of one of so many micro-batches. Out: plans of several stages, best first, by their
+simulated time. For a few numbers of micro-batches the model is captured and clustered into layers; the inter-operator program chooses stages, submeshes
+and schedule by the additive cost; its best pipelines are put together, simulated with every schedule that suits them, and the stages of the best one
+are planned once more, each with the micro-batches in flight that its place asks for, on all mesh views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from hapx.alternation import Counters, Setting
+from hapx.cluster.spec import ClusterSpec
+from hapx.cost.model import CostModel
+from hapx.cost.remat import chosen_blocks, with_blocks
+from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.ir import Graph, OpCall
+from hapx.lower import Candidate
+from hapx.parts import part
+from hapx.pipelines import Piece, assemble, piece_of, plan_piece
+from hapx.plan import Instruction, Plan, Triple
+from hapx.predict import Staged
+from hapx.schedules import crossings_between, hiding, in_flight
+from hapx.stage_prices import Asker
+from hapx.stages.clustering import find_layers
+from hapx.stages.costs import ONE_F_ONE_B, Pipeline, warm
+from hapx.stages.dp import solve
+from hapx.stages.space import space
+from hapx.states import Property
+from hapx.theory.derive import derive
+from hapx.theory.discover import discover
+
+MOST_ASKS = 60  # calls of the planner, unless nothing was found yet
+DISCIPLINES = (ONE_F_ONE_B, warm(1), warm(2))
+MOST_NUMBERS = 3
+PUT_TOGETHER = 3  # pipelines that are simulated
+
+
+def numbers_of_micro_batches(batch: int, cluster: ClusterSpec) -> tuple[int, ...]:
+    """Those that are tried: divisors of the batch near 2, 4 and 8 times as many as there are machines (or devices of a single one)."""
+    unit = len(cluster.machines) if len(cluster.machines) > 1 else cluster.num_devices
+    divisors = [n for n in range(2, batch + 1) if batch % n == 0]
+    wanted = (2 * unit, 4 * unit, 8 * unit)
+    return tuple(dict.fromkeys(min(divisors, key=lambda n: (abs(n - w), n)) for w in wanted))[:MOST_NUMBERS] if divisors else ()
+
+
+def pipelines(asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], watch: Callable[[str], None] = lambda _: None) -> list[Plan]:
+    """Plans of several stages, best first; none where the model or the cluster cannot be cut, or nothing fits."""
+    if asked.cluster.num_devices < 2:
+        return []
+    rule = replace(asked.rule, segments="none", max_stages=1, remat="none")
+    askers: list[Asker] = []
+    for number in numbers:
+        watch(f"capturing one of {number} micro-batches")
+        with suppress(PlanError):
+            graph = discover(parts(number))
+            layers = find_layers(graph)
+            if len(layers) > 1 and (not askers or len(layers) == len(askers[0].layers)):
+                askers.append(Asker(replace(asked, graph=graph, rule=rule, repeats=number, progress=None, old=None), layers))
+    if not askers:
+        return []
+
+    def told(asks: int, best: float, _: float) -> None:
+        watch(f"{asks} stages asked, best pipeline {best * 1e3:.3g} ms")
+
+    found = solve(
+        askers[0].classes, space(asked.cluster), [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, keep=PUT_TOGETHER + 1,
+        watch=told,
+    )  # fmt: skip
+    plans: list[tuple[Plan, Pipeline, Asker]] = []
+    for pipeline in [p for p in found.pipelines if len(p.stages) > 1][:PUT_TOGETHER]:
+        asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
+        pieces = [_placed(asker, s.start, s.stop, s.answer.plan, s.devices) for s in pipeline.stages]
+        statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}
+        with suppress(InsufficientMemoryError):
+            plans.append((_scheduled(pieces, asker.asked, asked.rule, statistics), pipeline, asker))
+    plans.sort(key=lambda p: p[0].iteration_time)
+    if plans:
+        watch("planning the stages of the best pipeline once more")
+        polished = _polished(*plans[0], asked)
+        if polished is not None and polished.iteration_time < plans[0][0].iteration_time:
+            plans.insert(0, (polished, *plans[0][1:]))
+    return [plan for plan, _, _ in plans]
+
+
+def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Any, statistics: dict[str, Any]) -> Plan:
+    """The plan with the schedule that is fastest in simulation, of those whose micro-batches fit. Raises InsufficientMemoryError where none does."""
+    plain = assemble(pieces, asked, "1f1b", statistics)
+    seconds = Staged(plain).seconds
+    crossings = crossings_between(plain.boundaries(asked.key), asked.graph.refs)
+    styles = dict.fromkeys(["1f1b", str(hiding(seconds, crossings)), "1f1b-warm:1", "1f1b-warm:2", "gpipe"])
+    plans = [plain if style == "1f1b" else assemble(pieces, asked, style, statistics) for style in styles]
+    fitting = [p for p in plans if all(held <= asked.cluster.type_of(d).memory for d, held in enumerate(p.memory))]
+    if not fitting:
+        raise InsufficientMemoryError("no schedule of the pipeline fits into memory")
+    return replace(min(fitting, key=lambda p: p.iteration_time), restriction=rule)
+
+
+def _polished(plan: Plan, pipeline: Pipeline, asker: Asker, asked: Setting) -> Plan | None:
+    """The stages planned once more."""
+    kept = in_flight(plan.schedules[plan.first])
+    pieces = []
+    for i, stage in enumerate(pipeline.stages):
+        nodes = plan.stages[i].nodes[plan.first]
+        graph = plan.part(plan.first, i)
+        own = replace(asker.asked, in_flight=kept[i], graph=plan.graphs[plan.first] if chosen_blocks(graph) else asker.asked.graph)
+        try:
+            pieces.append(plan_piece(own, nodes, stage.devices, Counters())[0])
+        except (InsufficientMemoryError, PlanError):
+            return None
+    with suppress(HapError):
+        return _scheduled(pieces, replace(asker.asked, graph=plan.graphs[plan.first]), asked.rule, dict(plan.statistics))
+    return None
+
+
+def _placed(asker: Asker, start: int, stop: int, known: Piece, devices: Sequence[int]) -> Piece:
+    """An answer for layers like these, for these."""
+    nodes = (asker.layers[start][0], asker.layers[stop - 1][1])
+    graph = part(asker.asked.graph, *nodes)
+    if chosen_blocks(known.graph):
+        graph = with_blocks(graph)
+    if graph.hash == known.graph.hash:
+        return replace(known, devices=tuple(devices))
+    return piece_of(_renamed(known.candidate, graph), nodes, tuple(devices))
+
+
+def _renamed(known: Candidate, graph: Graph) -> Candidate:
+    """A candidate for a graph that differs from its own by names only. Every instruction is looked up in the theory of the new graph."""
+    old = known.theory.graph
+    names: dict[str, str] = {}
+    for a, b in zip(old.nodes, graph.nodes, strict=True):
+        names |= zip((*a.call.refs(), *(o.name for o in a.outputs)), (*b.call.refs(), *(o.name for o in b.outputs)), strict=True)
+    theory = derive(graph, known.theory.mesh)
+    instructions = tuple(Instruction(_triple(i.triple, names, theory.triples), i.remat) for i in known.program.instructions)
+    have = {p.tensor: p for p in (_property(p, names) for p in known.program.needs)}
+    needs = tuple(have[name] for name in graph.refs if name in have)
+    program = replace(known.program, instructions=instructions, needs=needs, gives=tuple(_property(p, names) for p in known.program.gives))
+    own = known.costs
+    costs = CostModel(theory, own.cluster, own.precision, own.optimizer, own.mode, repeats=own.repeats, in_flight=own.in_flight)
+    placed = {names[n]: p for n, p in known.storage_of.items() if n in names}
+    return replace(known, theory=theory, costs=costs, program=program, storage_of=placed)
+
+
+def _property(p: Property, names: dict[str, str]) -> Property:
+    return Property(names[p.tensor], p.placement)
+
+
+def _triple(triple: Triple, names: dict[str, str], known: Sequence[Sequence[Triple]]) -> Triple:
+    pre, post = (tuple(_property(p, names) for p in ps) for ps in (triple.pre, triple.post))
+    if triple.node is None or not isinstance(triple.body, OpCall):
+        return replace(triple, pre=pre, post=post)
+    form = triple.body.get("form")
+    return next(
+        t
+        for t in known[triple.node]
+        if (t.pre, t.post, t.work) == (pre, post, triple.work)
+        and isinstance(t.body, OpCall)
+        and t.body.target == triple.body.target
+        and t.body.get("form") == form
+    )

@@ -1,0 +1,166 @@
+"""What the inter-operator program asks: some layers of a model on a submesh, at one number of micro-batches.
+
+In: the graph of a micro-batch, its layers, the cluster. Out: `Prices` for `hapx.stages.dp`: answers of the planner, bounds, what crosses.
+
+An answer is planned on the shape's own cluster, on one view where the shape is in one machine and on two (flat, machines x devices) where it is not,
+so that few seconds suffice for many; stages of a chosen pipeline are planned again on all views (`hapx.inter_op`). Where a program leaves room for
+few micro-batches, one that recomputes its repeated blocks and one that is planned for more of them in memory are further answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from hapx.alternation import Counters, Setting
+from hapx.cluster.spec import Link
+from hapx.cost.liveness import peak
+from hapx.cost.memory import RESERVE, states_of
+from hapx.cost.model import OWN_SPEED
+from hapx.cost.remat import with_blocks
+from hapx.cost.terms import Vector
+from hapx.errors import InsufficientMemoryError, PlanError
+from hapx.ir import FLOATING, Kind
+from hapx.parts import crossing, part
+from hapx.pipelines import Piece, piece_of, replaced
+from hapx.plan import Mesh
+from hapx.planner import plan_spmd, views
+from hapx.stages.clustering import node_flops
+from hapx.stages.costs import UNLIMITED, Answer, Prices
+from hapx.stages.submeshes import Shape
+
+FEW = 8  # micro-batches for which an answer should have room, if there are as many
+
+
+@dataclass
+class Asker:
+    """See the module. asked: the setting of the whole graph of a micro-batch; `repeats` is the number of micro-batches. layers: node ranges."""
+
+    asked: Setting
+    layers: Sequence[tuple[int, int]]
+    counters: Counters = field(default_factory=Counters)
+    calls: int = 0
+
+    def prices(self) -> Prices:
+        return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing)
+
+    # ---- classes of layers --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def classes(self) -> tuple[Hashable, ...]:
+        """Equal for layers that cost the same wherever they are."""
+        return tuple(self._class(a, b) for a, b in self.layers)
+
+    def _class(self, start: int, stop: int) -> Hashable:
+        """What the layer computes, by operators and shapes; which of its operands come from outside, and which are shared by other layers."""
+        graph = self.asked.graph
+        made = {o.name for n in graph.nodes[start:stop] for o in n.outputs}
+        numbers: dict[str, int] = {}
+        found = []
+        for node in graph.nodes[start:stop]:
+            refs = [graph.refs[name] for name in node.call.refs()]
+            operands = tuple((r.shape, r.dtype, r.kind, r.requires_grad, r.name in made, numbers.setdefault(r.name, len(numbers))) for r in refs)
+            later = tuple(any(not start <= i < stop for i in graph.consumers[o.name]) for o in node.outputs)
+            found.append((node.call.target, operands, tuple((o.shape, o.dtype) for o in node.outputs), later))
+        return tuple(found)
+
+    # ---- bounds -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _work(self) -> tuple[dict[str, Vector], Vector]:
+        """Up to every node, FLOPs by the precision in which they run; and bytes of parameters with what belongs to them, by first use."""
+        graph, asked = self.asked.graph, self.asked
+        flops = node_flops(graph)
+        own = [d if (d := n.outputs[0].dtype) in OWN_SPEED else asked.precision for n in graph.nodes]
+        by = {p: np.concatenate([[0.0], np.cumsum(np.where([q == p for q in own], flops, 0.0))]) for p in dict.fromkeys(own)}
+        held = np.zeros(len(graph.nodes) + 1)
+        for ref in graph.of_kind(Kind.PARAMETER):
+            used = graph.consumers[ref.name]
+            if used:
+                held[used[0] + 1] += ref.bytes + (4.0 * states_of(asked.optimizer) * ref.size + ref.bytes if ref.requires_grad else 0.0)
+        return by, np.cumsum(held)
+
+    def bound(self, start: int, stop: int, shape: Shape) -> Answer:
+        """At full speed, all devices busy; memory: parameters in shards."""
+        (a, _), (_, b) = self.layers[start], self.layers[stop - 1]
+        flops, held = self._work
+        kinds = [self.asked.cluster.device_types[t] for t in shape.types]
+        seconds = sum(float(own[b] - own[a]) / sum(k.speed(p) for k in kinds) for p, own in flops.items())
+        room = sum(k.memory for k in kinds) * (1.0 - RESERVE)
+        return Answer(seconds, 0.0, UNLIMITED if held[b] - held[a] <= room else 0)
+
+    # ---- what crosses -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _crossing(self) -> list[tuple[float, float]]:
+        """Per boundary, bytes forward and backward."""
+        graph, found = self.asked.graph, []
+        for start, _ in self.layers:
+            refs = crossing(graph, start)
+            back = sum(r.bytes for r in refs if r.requires_grad and r.dtype in FLOATING) if graph.mode == "train" else 0
+            found.append((float(sum(r.bytes for r in refs)), float(back)))
+        return found
+
+    def crossing(self, boundary: int, front: Shape, back: Shape, link: Link) -> float:
+        inside = len(front.parts) == len(back.parts) == 1 and link in (front.parts[0].intra, back.parts[0].intra)
+        ways = min(front.num_devices, back.num_devices) if inside else min(len(front.parts), len(back.parts))
+        there, again = self._crossing[boundary]
+        return (there + again) / link.bandwidth / ways + link.latency * (2 if again else 1)
+
+    def least_crossing(self, boundary: int, link: Link) -> float:
+        there, again = self._crossing[boundary]
+        return (there + again) / link.bandwidth / self.asked.cluster.num_devices + link.latency
+
+    # ---- answers ------------------------------------------------------------------------------------------------------
+
+    def ask(self, start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
+        self.calls += 1
+        found = [self._answer(piece) for piece in self._pieces(start, stop, shape)]
+        best: list[Answer] = []
+        for answer in sorted(found, key=lambda a: (a.micro, a.iteration)):
+            if answer.most_in_flight > 0 and not any(
+                b.most_in_flight >= answer.most_in_flight and b.micro <= answer.micro and b.iteration <= answer.iteration for b in best
+            ):
+                best.append(answer)
+        return tuple(best)
+
+    def _pieces(self, start: int, stop: int, shape: Shape) -> list[Piece]:
+        nodes = (self.layers[start][0], self.layers[stop - 1][1])
+        graph = part(self.asked.graph, *nodes)
+        cluster = shape.spec(self.asked.cluster)
+        setting = replace(self.asked, graph=graph, cluster=cluster, in_flight=1)
+        wanted = min(self.asked.repeats, FEW)
+        found: list[Piece] = []
+        for blocks, kept in ((False, 1), (False, wanted), (True, wanted)):
+            if found and self._answer(found[-1]).most_in_flight >= wanted:
+                break
+            own = with_blocks(graph) if blocks else graph
+            if (blocks and own is graph) or (kept > 1 and not found and not blocks):
+                continue
+            try:
+                best = plan_spmd(replace(setting, graph=own, in_flight=kept), self.counters, meshes(setting))[0]
+            except (InsufficientMemoryError, PlanError):
+                continue
+            found.append(piece_of(best, nodes, tuple(range(cluster.num_devices))))
+        return found
+
+    def _answer(self, piece: Piece) -> Answer:
+        best = piece.candidate
+        exact = replaced(best.costs.at_lengths(best.lengths), repeats=1, in_flight=1)
+        found = peak(best.program, best.theory.graph, exact, best.storage_of)
+        room = np.asarray(exact.capacity) - found.total - (found.left if self.asked.repeats > 1 else 0.0)
+        fits = UNLIMITED
+        for slack, one in zip(room, found.kept, strict=True):
+            fits = min(fits, 0 if slack < 0 else 1 + int(slack // one) if one > 0 else UNLIMITED)
+        return Answer(piece.times.micro, piece.times.iteration, fits, piece)
+
+
+def meshes(setting: Setting) -> list[Mesh]:
+    """The views on which answers are planned."""
+    found = views(setting.cluster, setting.rule)
+    machines = len(setting.cluster.machines)
+    chosen = [m for m in found if m.name == "flat" or (machines > 1 and m.axes[0].kind == "machines")]
+    return chosen or list(found[:1])
