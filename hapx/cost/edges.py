@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hapx.cost.copies import copied
+from hapx.cost.network import SCALAR_BYTES
 from hapx.cost.terms import Shares
 from hapx.ir import TensorRef
 from hapx.plan import Communication, Form
@@ -137,6 +138,8 @@ class EdgePrices:
             return fractions.setdefault(placement, len(fractions))
 
         synchronises, name = runs[0][0] == "synchronise", runs[0][1]
+        if name == "all_reduce" and not synchronises and ref.bytes <= SCALAR_BYTES:
+            name = "sum_of_numbers"
         whole = fraction(after.with_state(axis, REPLICATED) if isinstance(target, Sharded) else after)
         first, second = whole, whole
         if name == "all_gather":

@@ -27,7 +27,7 @@ from hapx.cost.compute import Work, hidden, is_view, work
 from hapx.cost.copies import BUCKET, ENTERED, NO_COPIES, Copies, copied, copies, operations, strided
 from hapx.cost.edges import Edge, EdgePrices
 from hapx.cost.memory import UPDATE_PASSES
-from hapx.cost.network import AxisLinks, Network
+from hapx.cost.network import SCALAR_BYTES, AxisLinks, Network
 from hapx.cost.recut import moved
 from hapx.cost.terms import Piece, Term, Vector, maximum
 from hapx.cost.view import View
@@ -245,7 +245,7 @@ class CostModel:
 
     def _all_reduce(self, found: list[CommunicationCost], direction: Direction, axes: tuple[int, ...], size: float) -> None:
         for axis in axes:
-            self._add(found, direction, axis, self.links[axis].all_reduce(self.view.constant(size)))
+            self._add(found, direction, axis, self.links[axis].all_reduce(self.view.constant(size), size <= SCALAR_BYTES))
 
     def _add(self, found: list[CommunicationCost], direction: Direction, axis: int, term: Term | None) -> None:
         if term is not None:
@@ -362,7 +362,7 @@ class CostModel:
     def _collective(self, name: str, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> Term | None:
         links, whole = self.links[step.axis], self._part(_whole_on(after, (step.axis,)), float(ref.bytes))
         if name == "all_reduce":
-            return links.all_reduce(whole)
+            return links.all_reduce(whole, ref.bytes <= SCALAR_BYTES)
         if is_recut(step.source, step.target):
             return self._recut(ref, before, after, step.axis)
         if name == "all_to_all":
