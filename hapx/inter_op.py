@@ -1,7 +1,7 @@
 """Pipelines for a model on a cluster: the inter-operator program (`hapx.stages.dp`) with the planner's answers, made into plans.
 
 In: a setting of the whole model, and what gives the graph of one of so many micro-batches. Out: plans of several stages, best first, by their
-simulated time. For a few numbers of micro-batches the model is captured and clustered into layers; the inter-operator program chooses stages, submeshes
+simulated time. For a few numbers of micro-batches the model is captured and clustered into layers; the inter-operator program chooses stages, places
 and schedule by the additive cost; its best pipelines are put together, simulated with every schedule that suits them, and the stages of the best one
 are planned once more, each with the micro-batches in flight that its place asks for, on all mesh views.
 """

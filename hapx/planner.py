@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,12 +30,13 @@ from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.fitting import within
 from hapx.graph.borders import candidate_segments, carried, numbered
-from hapx.ir import Graph
+from hapx.ir import Graph, Kind
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
 from hapx.progress import Teller, Watcher
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import iteration_time
+from hapx.synth.forbidden import NOTHING
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
 
@@ -137,6 +139,8 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
     ranked = _ranked(found, old, counters)
+    old += (plain := _plain(setting, alternations, ranked[0], counters))
+    ranked = _ranked(found, old, counters) if plain else ranked
     began = time.perf_counter()
     more = alternations[ranked[0].mesh.name].from_even_shares()
     counters.search_time += time.perf_counter() - began
@@ -164,6 +168,32 @@ def _ranked(found: list[Candidate], old: list[Candidate], counters: Counters) ->
     simulated = [replace(c, time=iteration_time(c.program, c.theory.graph, exact[id(c.costs), tuple(c.lengths.items())])) for c in chosen]
     counters.simulation_time += time.perf_counter() - began
     return sorted(simulated, key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
+
+
+def _plain(setting: Setting, alternations: Mapping[str, Alternation], best: Candidate, counters: Counters) -> list[Candidate]:
+    """Plain data parallelism, in proportion to speed and balanced, on the flat mesh and on that of the best candidate. Nothing else has all its
+    communication in the synchronisation of gradients, which the additive cost cannot see hidden behind backward: the simulator must."""
+    free = setting.rule.split == setting.rule.storage == "auto" and setting.rule.ratios == "balanced" and "padded" in setting.rule.forms
+    if not free or setting.given or setting.forbidden != NOTHING or setting.key.mode != "train":
+        return []
+    found: list[Candidate] = []
+    began, bound = time.perf_counter(), best.cost * (1 - best.gap)
+    for name in dict.fromkeys(("flat", best.mesh.name)):
+        if name in alternations and _synchronised(setting.graph, alternations[name]) < best.time:
+            rule = replace(setting.rule, split="batch", storage="as-used", sfb="never", forms=frozenset({"padded"}))
+            told = Teller(None, counters.search, name, 1, 1, best.cost)
+            with suppress(InsufficientMemoryError, PlanError):  # something else fits
+                found += Alternation(replace(setting, rule=rule, start={}, old=None), alternations[name].theory, counters, told).candidates(best.cost)
+    counters.search_time += time.perf_counter() - began
+    return [replace(c, gap=max(0.0, 1 - bound / c.cost)) for c in found]
+
+
+def _synchronised(graph: Graph, alternation: Alternation) -> float:
+    """Seconds, at least, that the links take for the gradients of plain data parallelism."""
+    costs, sizes = alternation.costs, alternation.theory.mesh.sizes
+    moved = sum(ref.bytes for ref in graph.refs.values() if ref.kind is Kind.PARAMETER and ref.requires_grad) / prod(sizes[1:])
+    term = costs.links[0].all_reduce(costs.view.constant(moved))
+    return 0.0 if term is None else float(term.at({}).max()) - float(max(costs.links[0].messages(2 * costs.links[0].rounds).const))
 
 
 def _needless(candidate: Candidate) -> bool:

@@ -75,7 +75,9 @@ def test_without_synchronisation_it_is_the_additive_cost(lengths: tuple[int, ...
     total = simulate_program(program, g, cost, where).total
     assert total <= additive(program, g, cost, where) * (1 + 1e-12)
     if lengths != (24, 24, 8, 8):
-        assert total == pytest.approx(additive(program, g, cost, where), rel=1e-9)
+        # the loss is cloned before backward begins, where the kind whose kernels start late may be another one than in backward
+        launch = max(cost.launch) - min(cost.launch)
+        assert total == pytest.approx(additive(program, g, cost, where), rel=1e-9, abs=1.001 * launch)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS[:3])

@@ -66,9 +66,10 @@ class _Section(BaseModel):
 class _Link(_Section):
     bandwidth: Bandwidth
     latency: Seconds
+    scalar_latency: Seconds | None = None
 
     def link(self) -> Link:
-        return Link(self.bandwidth, self.latency)
+        return Link(self.bandwidth, self.latency, self.scalar_latency)
 
 
 class _Machine(_Section):

@@ -28,10 +28,17 @@ PRECISIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A network: bandwidth in B/s that one device can use, latency in s of one message."""
+    """A network: bandwidth in B/s that one device can use, latency in s of one message. scalar_latency: of one message in a sum of single numbers,
+    where it was measured (None: as any message)."""
 
     bandwidth: float
     latency: float
+    scalar_latency: float | None = None
+
+    @property
+    def of_scalars(self) -> float:
+        """Latency of one message of a single number."""
+        return self.latency if self.scalar_latency is None else self.scalar_latency
 
     def __str__(self) -> str:
         return f"{show(self.bandwidth, 'bandwidth')}, {show(self.latency, 'time')}"
@@ -196,7 +203,8 @@ def _devices_text(types: tuple[str, ...]) -> str:
 
 
 def _link_dict(link: Link) -> dict[str, float]:
-    return {"bandwidth": link.bandwidth, "latency": link.latency}
+    scalars = {} if link.scalar_latency is None else {"scalar_latency": link.scalar_latency}
+    return {"bandwidth": link.bandwidth, "latency": link.latency, **scalars}
 
 
 def _type_dict(t: DeviceType) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from hapx.buckets import BUCKET_BYTES
 from hapx.cluster.spec import PRECISIONS, ClusterSpec
 from hapx.cost import memory
 from hapx.cost.compute import Work, hidden, is_view, work
+from hapx.cost.copies import BUCKET, ENTERED, NO_COPIES, Copies, copied, copies, operations, strided
 from hapx.cost.edges import Edge, EdgePrices
 from hapx.cost.memory import UPDATE_PASSES
-from hapx.cost.network import AxisLinks, Network
+from hapx.cost.network import SCALAR_BYTES, AxisLinks, Network
 from hapx.cost.recut import moved
 from hapx.cost.terms import Piece, Term, Vector, maximum
 from hapx.cost.view import View
@@ -109,13 +110,13 @@ class CostModel:
         speed = np.array(view.worst(lambda d: cluster.type_of(d).speed(precision), min))
         self.speeds: Vector = speed / (speed * self.sizes).sum()
         self.capacity: Vector = np.array(view.worst(lambda d: cluster.type_of(d).memory, min)) * (1.0 - memory.RESERVE)
-        self._latency = Piece(view.worst(lambda d: cluster.type_of(d).kernel_latency))
-        self._per_byte = view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
+        self.launch = view.worst(lambda d: cluster.type_of(d).kernel_latency)
+        self.per_byte = view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
         self._per_flop: dict[str, tuple[float, ...]] = {}
         self._by_triple: dict[int, tuple[Triple, StepCost]] = {}
         self._by_form: dict[Any, StepCost] = {}
         self._conversions: dict[Any, StepCost] = {}
-        self._steps: dict[Any, list[CommunicationCost]] = {}
+        self._steps: dict[Any, tuple[list[CommunicationCost], Piece, Piece]] = {}
 
     def at_lengths(self, lengths: Lengths) -> CostModel:
         """The same model at concrete lengths: only coordinates that also have equal lengths are one kind."""
@@ -139,7 +140,7 @@ class CostModel:
         training = self.mode == "train" and ref.requires_grad and ref.kind is Kind.PARAMETER
         moved = UPDATE_PASSES * memory.storage_bytes(ref, self._states, True) if training else 0.0
         term = self._stored(ref, placement, moved / self.repeats, bound=False)
-        return Term(tuple(p.scaled(self._per_byte) for p in term.pieces))
+        return Term(tuple(p.scaled(self.per_byte) for p in term.pieces))
 
     def _stored(self, ref: TensorRef, placement: Placement, size: float, bound: bool) -> Term:
         return Term((self._part(placement, size, bound),))
@@ -197,10 +198,13 @@ class CostModel:
         precision = dtype if dtype in OWN_SPEED else self.precision
         if precision not in self._per_flop:
             self._per_flop[precision] = self.view.worst(lambda d: 1.0 / self.cluster.type_of(d).speed(precision))
-        launch = self._latency.scaled((float(kernels),) * len(self.kinds))
+        launch = self._launches(kernels)
         carried = reduce(add, (self._part(placements[name], size) for name, size in moved), self.view.constant(0.0))
-        pieces = [carried.scaled(self._per_byte) + launch]
+        pieces = [carried.scaled(self.per_byte) + launch]
         return maximum(pieces if flops.zero else [flops.scaled(self._per_flop[precision]) + launch, *pieces])
+
+    def _launches(self, kernels: float) -> Piece:
+        return Piece(tuple(kernels * seconds for seconds in self.launch))
 
     def _backward(self, node: Node, body: OpCall, does: Work, cuts: tuple[Cut | None, ...], placements: Mapping[str, Placement]) -> Term | None:
         """With sufficient factors, the weight's gradient is made whole on every device of the axes that gather them."""
@@ -244,7 +248,7 @@ class CostModel:
 
     def _all_reduce(self, found: list[CommunicationCost], direction: Direction, axes: tuple[int, ...], size: float) -> None:
         for axis in axes:
-            self._add(found, direction, axis, self.links[axis].all_reduce(self.view.constant(size)))
+            self._add(found, direction, axis, self.links[axis].all_reduce(self.view.constant(size), size <= SCALAR_BYTES))
 
     def _add(self, found: list[CommunicationCost], direction: Direction, axis: int, term: Term | None) -> None:
         if term is not None:
@@ -278,27 +282,32 @@ class CostModel:
     def _conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
         found: list[CommunicationCost] = []
         after, makes = target, False
+        forward = backward = self.view.constant(0.0)
         for step in reversed(path):  # placements on the way follow from the target backwards
             assert after.states[step.axis] == step.target, (path, target)
             before = after.with_state(step.axis, step.source)
-            found[:0] = self._priced_step(ref, step, before, after)
+            runs, ahead, back = self._priced_step(ref, step, before, after)
+            found[:0], forward, backward = runs, forward + ahead, backward + back
             makes |= forward_collective(step.source, step.target) is not None
             after = before
         held = self.held(ref, target) if makes and not any(step.free for step in path) else None
-        return StepCost(None, None, tuple(found), held) if found or held is not None else FREE
+        return StepCost(maximum([forward]), maximum([backward]), tuple(found), held) if found or held is not None else FREE
 
     def held(self, ref: TensorRef, target: Placement) -> Term | None:
         """Bytes that stay allocated until backward where communication makes a tensor in `target`."""
         keeps = self.mode == "train" and ref.name in self._kept and not _partial(target)
         return maximum([self._part(target, float(self.in_flight * ref.bytes), bound=True)]) if keeps else None
 
-    def _priced_step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
-        """`_step`, once for all that cost the same: of the other axes only how they cut matters."""
+    def _priced_step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> tuple[list[CommunicationCost], Piece, Piece]:
+        """`_step` and what devices copy for it forward and backward, once for all that cost the same: of the other axes only how they cut matters."""
         parameter = ref.kind is Kind.PARAMETER  # of which buckets are summed over several axes together
         others = tuple([self._number(s) if parameter or isinstance(s, Sharded) else -1 for a, s in enumerate(after.states) if a != step.axis])
         key = (ref.bytes, parameter, ref.name in self._converted_again, self._number(step), others, after.nest)
         if key not in self._steps:
-            self._steps[key] = self._step(ref, step, before, after)
+            found = self._step(ref, step, before, after)
+            ways = self.copies(ref, step.axis, before, after, step.form, step.free) if found else (NO_COPIES, NO_COPIES)
+            ahead, back = (self._copied(own, ref, step.axis, before, after) for own in ways)
+            self._steps[key] = found, ahead, back
         return self._steps[key]
 
     def _step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> list[CommunicationCost]:
@@ -311,6 +320,27 @@ class CostModel:
             else:
                 self._add(found, direction, step.axis, self._collective(name, ref, step, before, after))
         return found
+
+    def copies(self, ref: TensorRef, axis: int, before: Placement, after: Placement, form: Form, free: bool) -> tuple[Copies, Copies]:
+        """What a device copies, forward and backward, when a tensor is converted along one axis by a communication."""
+        source, target = before.states[axis], after.states[axis]
+        runs = self.collectives(ref, source, target, free)
+        if runs and runs[0][0] == "synchronise":  # a bucket is shared by all axes along which the gradient is summed
+            shared = any(a != axis and s == REPLICATED for a, s in enumerate(after.states))
+            return (NO_COPIES, NO_COPIES) if shared else (ENTERED, BUCKET)
+        equal = len(self.kinds) == 1 or all(s.cut.row.kind == "even" for s in (source, target) if isinstance(s, Sharded))
+        ahead, back = (copies(name, form, equal, strided(source, target)) for name in operations(source, target))
+        back = back if self.mode == "train" and ref.requires_grad else NO_COPIES
+        again = ref.name in self._converted_again or len(runs) > 2 or (free and forward_collective(source, target) is not None)
+        return ahead, back + ahead if again and self.mode == "train" else back
+
+    def _copied(self, own: Copies, ref: TensorRef, axis: int, before: Placement, after: Placement) -> Piece:
+        """Seconds per kind."""
+        if own == NO_COPIES:
+            return self.view.constant(0.0)
+        shard, whole = copied(axis, before, after)
+        moved = self._part(shard, own.first * ref.bytes) + self._part(whole, own.second * ref.bytes)
+        return moved.scaled(self.per_byte) + self._launches(own.kernels)
 
     def collectives(self, ref: TensorRef, source: State, target: State, free: bool) -> list[tuple[Direction, str]]:
         """What runs between devices when a tensor is converted along one axis, always one collective; a reduce_scatter counts as an all_gather, which
@@ -335,7 +365,7 @@ class CostModel:
     def _collective(self, name: str, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> Term | None:
         links, whole = self.links[step.axis], self._part(_whole_on(after, (step.axis,)), float(ref.bytes))
         if name == "all_reduce":
-            return links.all_reduce(whole)
+            return links.all_reduce(whole, ref.bytes <= SCALAR_BYTES)
         if is_recut(step.source, step.target):
             return self._recut(ref, before, after, step.axis)
         if name == "all_to_all":

@@ -11,6 +11,8 @@ tensor that is whole along it, s_j N of it with device j, one message of latency
     reduce_scatter              the same, with the directions exchanged
     all_to_all                  max over devices and links of what leaves and what enters, own part not subtracted (it is bilinear), + (m-1) a
     re-cut                      the same, of what moves (`hapx.cost.recut`)
+    all_reduce of one number    2 ceil(log2 m) a'                       a' where it was measured, else a: hardly any rank has something to send, which
+                                                                        counts where processes share cores (4 gloo ranks on 2 cores: a' = a / 5)
 
 Bandwidth: a group inside one machine has that machine's link. A ring over several machines crosses each machine's network card once in each
 direction, however many devices of a machine it has: its bandwidth is the slowest card's, divided by the number of groups of this axis that
@@ -29,14 +31,15 @@ from hapx.cost.terms import Piece, Term, maximum
 from hapx.cost.view import View
 from hapx.plan import Form
 
+SCALAR_BYTES = 8  # of one number of any type
 Weights = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class AxisLinks:
     """The links along one mesh axis. Per kind: `ring` bandwidth, `inside` bandwidth between devices of one machine, `card` bandwidth of a
-    machine's network card for one group (infinite where groups stay inside), `latency`, and `mates`: devices of a group in one machine.
-    `cuts`: whether a collective synchronises all kinds (all but the inner axis of two)."""
+    machine's network card for one group (infinite where groups stay inside), `latency` (`scalar`: in sums of single numbers), and `mates`:
+    devices of a group in one machine. `cuts`: whether a collective synchronises all kinds (all but the inner axis of two)."""
 
     size: int
     ring: tuple[float, ...]
@@ -45,10 +48,11 @@ class AxisLinks:
     latency: tuple[float, ...]
     mates: tuple[int, ...]
     cuts: bool
+    scalar: tuple[float, ...]
 
-    def all_reduce(self, whole: Piece) -> Term | None:
-        """`whole`: bytes of the tensor on a device of each kind."""
-        return self._term(self.pieces("all_reduce"), whole, whole)
+    def all_reduce(self, whole: Piece, numbers: bool = False) -> Term | None:
+        """`whole`: bytes of the tensor on a device of each kind. numbers: it is a single number, or a few."""
+        return self._term(self.pieces("sum_of_numbers" if numbers else "all_reduce"), whole, whole)
 
     def all_gather(self, form: Form, shard: Piece, whole: Piece) -> Term | None:
         """`shard`, `whole`: bytes on a device of each kind before and after. A reduce_scatter costs the same."""
@@ -70,6 +74,8 @@ class AxisLinks:
             return []
         if collective == "all_reduce":
             return [(_over(self.ring, 2 * (m - 1) / m), none, self._messages(2 * self.rounds))]
+        if collective == "sum_of_numbers":
+            return [(_over(self.ring, 2 * (m - 1) / m), none, tuple(2 * self.rounds * a for a in self.scalar))]
         last = self._messages(m - 1)
         if collective == "all_to_all":
             pieces = [(_over(self.inside), none), (none, _over(self.inside))]
@@ -150,9 +156,9 @@ class Network:
             return min([*inside, *(card[m] for m in span if len(span) > 1)], default=infinite)
 
         @cache
-        def latency(group: tuple[int, ...]) -> float:
+        def latency(group: tuple[int, ...], scalar: bool = False) -> float:
             links = [cluster.machines[m].intra for m, n in spans[group].items() if n > 1] + ([cluster.inter] if len(spans[group]) > 1 else [])
-            return max((link.latency for link in links), default=0.0)
+            return max((link.of_scalars if scalar else link.latency for link in links), default=0.0)
 
         group_of = {d: g for g in groups for d in g}
         worst = self.view.worst
@@ -165,4 +171,5 @@ class Network:
             worst(lambda d: latency(group_of[d])),
             tuple(int(n) for n in worst(lambda d: spans[group_of[d]][machine[d]])),
             not inner,
+            worst(lambda d: latency(group_of[d], True)),
         )

@@ -10,7 +10,9 @@ Links follow the alpha-beta model of `hapx.cost.network` (m devices, N bytes, la
 
     all_reduce  t(N) = 2 ceil(log2 m) a + 2 (m-1)/m N / b,     all_gather  t(N) = ceil(log2 m) a + (m-1)/m N / b,
 
-(a reduce_scatter is an all_gather backwards), each solved for a and b from a small and a large message; the mean of the three counts.
+(a reduce_scatter is an all_gather backwards), each solved for a and b from a small and a large message; the mean of the three counts. Sums of single
+numbers (losses, counts, norms) are measured too: t = 2 ceil(log2 m) a'. Where processes share cores, a' is a fraction of a, since a ring of gloo
+has hardly anything to send.
 
 With `clock` the time of computations is read from another clock than the wall's (`time.thread_time`: what a core does for this process
 alone); communication is always measured on the wall.
@@ -39,6 +41,7 @@ MATRICES = ((512, 256, 1024), (1024, 160, 640), (2048, 512, 512))  # rows (token
 GPU_MATRICES = ((4096, 1024, 4096), (8192, 2048, 2048), (16384, 768, 3072))
 ELEMENTS, GPU_ELEMENTS = (1024, 512), (16384, 2048)  # rows and columns of the tensors between products
 SMALL_MESSAGE, LARGE_MESSAGE = 4 * 2**10, 2 * 2**20
+BETWEEN = 16 * 2**20  # bytes that a CPU touches between two chains of small kernels: between two kernels of a kind, a model's tensors pass its caches
 
 Clock = Callable[[], float]
 
@@ -109,8 +112,9 @@ def measure_device(
     rows, width = GPU_ELEMENTS if gpu else ELEMENTS
     chain = _Chain(torch.ones(rows, width, dtype=dtype, device=device, requires_grad=True), 1)
     bandwidth = timer.rate(chain.bytes, chain.run, seconds / 4)
-    short = _Chain(torch.ones(4, 8, dtype=dtype, device=device, requires_grad=True), 10)
-    return Measured(flops, bandwidth, 1.0 / timer.rate(float(short.kernels), short.run, seconds / 4))
+    short = _Chain(torch.ones(4, 8, dtype=dtype, device=device, requires_grad=True), 10 if gpu else 3)
+    between = None if gpu else torch.ones(BETWEEN // 4).neg_
+    return Measured(flops, bandwidth, 1.0 / timer.rate(float(short.kernels), short.run, seconds / 4, between))
 
 
 class _Chain:
@@ -144,23 +148,30 @@ class _Timer:
     clock: Clock
     pause: Callable[[], None]
 
-    def rate(self, amount: float, work: Callable[[], object], seconds: float) -> float:
+    def rate(self, amount: float, work: Callable[[], object], seconds: float, between: Callable[[], object] | None = None) -> float:
         """Amount of work per second: median of `REPEATS`, in about `seconds` on the wall. A repeat is long enough to meet everything that
-        else happens on the machine, processes that share a core above all."""
+        else happens on the machine, processes that share a core above all. between: is called before each piece of work, and does not count."""
         work()  # first calls allocate
         begin = time.perf_counter()
+        if between is not None:
+            between()
         work()
         self._finish()
         count = max(round(seconds / REPEATS / max(time.perf_counter() - begin, 1e-6)), 1)
         times = []
         for _ in range(REPEATS):
-            start = self.clock()
-            for _ in range(count):
-                work()
-            self._finish()
-            times.append(self.clock() - start)
+            times.append(self._one(count, work) if between is None else sum(self._one(1, work, between) for _ in range(count)))
             self.pause()
         return amount * count / max(median(times), 1e-9)
+
+    def _one(self, count: int, work: Callable[[], object], between: Callable[[], object] | None = None) -> float:
+        if between is not None:
+            between()
+        start = self.clock()
+        for _ in range(count):
+            work()
+        self._finish()
+        return self.clock() - start
 
     def _finish(self) -> None:
         if self.device.type == "cuda":
@@ -204,9 +215,11 @@ def measure_link(group: dist.ProcessGroup | None, device: torch.device, seconds:
     rounds, volume = ceil(log2(comm.size)), (comm.size - 1) / comm.size
     fits = []
     for run, times in ((_reduce, 2), (_gather, 1), (_scatter, 1)):
-        small, large = (_collective_time(run, comm, _message(size, comm.size, device), seconds / 6) for size in (SMALL_MESSAGE, LARGE_MESSAGE))
+        small, large = (_collective_time(run, comm, _message(size, comm.size, device), seconds / 7) for size in (SMALL_MESSAGE, LARGE_MESSAGE))
         fits.append(solve_link(small, large, times * rounds, times * volume))
-    return Link(harmonic_mean(f.bandwidth for f in fits), mean(f.latency for f in fits))
+    latency = mean(f.latency for f in fits)
+    scalar = _collective_time(_reduce, comm, torch.zeros(1, device=device), seconds / 7) / (2 * rounds)
+    return Link(harmonic_mean(f.bandwidth for f in fits), latency, min(scalar, latency))
 
 
 def _message(size: int, parts: int, device: torch.device) -> torch.Tensor:

@@ -80,8 +80,8 @@ class RecordingLinks(AxisLinks):
 
     told: dict[int, tuple[Term, Moved]] = field(default_factory=dict, compare=False)
 
-    def all_reduce(self, whole: Piece) -> Term | None:
-        return self._tell(super().all_reduce(whole), Moved("all_reduce", Form.NONE, whole))
+    def all_reduce(self, whole: Piece, numbers: bool = False) -> Term | None:
+        return self._tell(super().all_reduce(whole, numbers), Moved("all_reduce", Form.NONE, whole))
 
     def all_gather(self, form: Form, shard: Piece, whole: Piece) -> Term | None:
         return self._tell(super().all_gather(form, shard, whole), Moved("all_gather", form, whole))

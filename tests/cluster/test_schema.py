@@ -30,7 +30,7 @@ FAULTS: list[tuple[tuple[Any, ...], Any, list[str]]] = [
     (("meshes",), "flat", ["unknown key 'meshes'", "machines", "did you mean mesh?"]),
     (("machines", 0, "cuont"), 2, ["machines[0]", "unknown key 'cuont'", "count"]),
     (("network", "extra"), {}, ["network", "'extra'", "inter, intra"]),
-    (("network", "inter", "speed"), 1, ["network.inter", "'speed'", "bandwidth, latency"]),
+    (("network", "inter", "speed"), 1, ["network.inter", "'speed'", "bandwidth, latency, scalar_latency"]),
     (("device_types", "card", "mem"), 1, ["device_types.card", "'mem'", "memory"]),
     (("device_types", "card", "flops", "fp8"), 1, ["device_types.card.flops", "'fp8'", "fp16"]),
     (("profile", "devices", "card", "speed"), 1, ["profile.devices.card", "'speed'", "flops"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hapx.cost.compute import NOTHING, hidden, is_view, work
+from hapx.cost.compute import NOTHING, PER_SCORE, SCORE_BLOCK, hidden, is_view, work
 from hapx.ir import Kind
 from support.theories import GraphBuilder
 
@@ -72,19 +72,49 @@ def test_masks_of_channels_are_small():
     assert [hidden(g, n) for n in g.nodes] == [(("d", 300.0),), (("f", 12.0),), (("n", 8.0 * 2 * 3),)]
 
 
-def attention(causal: bool):
+def attention(causal: bool, positions: int = 16):
     b = GraphBuilder()
-    q, k, v = (b.parameter(n, 2, 4, 16, 8) for n in "qkv")
-    b.call("y", "aten.scaled_dot_product_attention.default", (2, 4, 16, 8), query=q, key=k, value=v, attn_mask=None, dropout_p=0.0, is_causal=causal)
+    q, k, v = (b.parameter(n, 2, 4, positions, 8) for n in "qkv")
+    b.call(
+        "y", "aten.scaled_dot_product_attention.default", (2, 4, positions, 8),
+        query=q, key=k, value=v, attn_mask=None, dropout_p=0.0, is_causal=causal,
+    )  # fmt: skip
     return b.graph_without_inputs("y")
 
 
-def test_attention_is_two_products_and_half_of_it_if_causal():
-    whole, causal = attention(False), attention(True)
-    assert work(whole, whole.nodes[0]).forward == 2 * (2 * 2 * 4 * 16 * 16 * 8)
-    assert work(causal, causal.nodes[0]).forward == work(whole, whole.nodes[0]).forward / 2
-    assert work(whole, whole.nodes[0]).backward == 2.5 * work(whole, whole.nodes[0]).forward
+def test_attention_is_two_products_and_a_softmax():
+    whole = attention(False)
+    scores = 2 * 4 * 16 * 16
+    assert work(whole, whole.nodes[0]).forward == scores * (2 * 2 * 8 + PER_SCORE)
+    assert work(whole, whole.nodes[0]).backward == scores * (5 * 2 * 8 + 2 * PER_SCORE)
     assert hidden(whole, whole.nodes[0]) == (("y", 4 * 2 * 4 * 16),)
+
+
+def test_a_causal_mask_saves_blocks_of_scores():
+    """Nothing within one block, nearly half of many."""
+    for positions, part in ((16, 1.0), (SCORE_BLOCK, 1.0), (4 * SCORE_BLOCK, 0.625), (64 * SCORE_BLOCK, 0.5 + 1 / 128)):
+        whole, causal = attention(False, positions), attention(True, positions)
+        assert work(causal, causal.nodes[0]).forward == pytest.approx(part * work(whole, whole.nodes[0]).forward)
+        assert work(causal, causal.nodes[0]).backward == pytest.approx(part * work(whole, whole.nodes[0]).backward)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "result", "forward", "backward"),
+    [
+        ("aten.softmax.int", {"dim": -1}, (64, 97), 4, 4),  # three reads and a write; back twice the two tensors
+        ("aten.log_softmax.int", {"dim": -1}, (64, 97), 4, 4),
+        ("aten.cross_entropy_loss.default", {"target": "t", "weight": None, "reduction": 1}, (), 4, 5),  # with the log-softmax that is kept
+    ],
+)
+def test_a_softmax_reads_its_rows_three_times(op, arguments, result, forward, backward):
+    b = GraphBuilder()
+    x = b.parameter("x", 64, 97)
+    b.tensor("t", (64,), dtype="int64")
+    b.call("y", op, result, self=x, **arguments)
+    done = work(b.graph("y"), b.graph("y").nodes[0])
+    rest = 64 * 8 + 4 if result == () else 0
+    assert sum(size for _, size in done.moved) == forward * 4 * 64 * 97 + rest
+    assert sum(size for _, size in done.moved_back) == backward * 4 * 64 * 97 + 2 * rest
 
 
 def test_an_embedding_reads_rows_and_has_a_dense_gradient():

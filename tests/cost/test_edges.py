@@ -49,9 +49,11 @@ def test_the_price_of_an_edge_is_that_of_its_cheapest_form(mesh: Mesh, kind: Kin
     for edge, price in zip(edges, prices, strict=True):
         found = []
         for path, free in product(direct_paths(ref, mesh, edge.before, edge.after, frozenset(forms)), edge.free):
-            runs = costs.conversion(ref, (replace(path[0], free=free),), edge.after).communication
+            step = costs.conversion(ref, (replace(path[0], free=free),), edge.after)
             total = np.zeros(3)
-            for c in runs:
+            for way, term in (("forward", step.forward), ("backward", step.backward)):
+                total += ways[way] @ term.at(shares) if term is not None else 0.0
+            for c in step.communication:
                 value = c.term.at(shares)
                 total += value.max() if c.cuts or c.direction == "synchronise" else ways[c.direction] @ value
             found.append(total)

@@ -65,6 +65,14 @@ def test_all_reduce(m: int, rounds: int):
     assert at(flat_axis(m).all_reduce(Piece((N,))), {}) == pytest.approx(2 * (m - 1) / m * N / 1e9 + 2 * rounds * 1e-3)
 
 
+def test_sums_of_numbers_have_a_latency_of_their_own_where_it_was_measured():
+    (plain,) = links([4], flat(4), intra=Link(1e10, 1e-3))
+    (measured,) = links([4], flat(4), intra=Link(1e10, 1e-3, 2e-4))
+    few = Piece((8.0,))
+    assert at(plain.all_reduce(few, numbers=True), {}) == at(plain.all_reduce(few), {}) == at(measured.all_reduce(few), {})
+    assert at(measured.all_reduce(few, numbers=True), {}) == pytest.approx(4 * 2e-4, rel=1e-4)
+
+
 def test_forms_of_all_gather():
     cut = Cut(flat(4).row(0), 100)
     shard, whole = Piece((0.0,), ((cut, (N,)),)), Piece((N,))

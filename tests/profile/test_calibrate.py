@@ -17,6 +17,7 @@ from hapx.profile.calibrate import (
     SMALL_MESSAGE,
     Links,
     Measured,
+    _Timer,
     alike,
     calibrate,
     measure_device,
@@ -100,6 +101,18 @@ def test_another_clock_is_what_counts() -> None:
     assert 100 < slow.kernel_latency / plain.kernel_latency < 10000
 
 
+def test_kernels_are_started_with_cold_caches_whose_filling_does_not_count() -> None:
+    """The time between pieces of work is left out."""
+    now = [0.0]
+
+    def takes(seconds: float) -> None:
+        now[0] += seconds
+
+    timer = _Timer(torch.device("cpu"), lambda: now[0], lambda: None)
+    assert timer.rate(10.0, lambda: takes(2.0), 1e-3, lambda: takes(7.0)) == pytest.approx(5.0)
+    assert timer.rate(10.0, lambda: takes(2.0), 1e-3) == pytest.approx(5.0)
+
+
 def test_the_pause_comes_between_repeats() -> None:
     pauses = []
     measure_device(torch.device("cpu"), seconds=0.01, pause=lambda: pauses.append(None))
@@ -136,6 +149,8 @@ def test_ranks_agree_on_what_they_measured(machines: tuple[int, ...]) -> None:
     link = cluster.inter if len(machines) > 1 else cluster.machines[0].intra
     assert 1e6 < link.bandwidth < 1e12
     assert 1e-7 < link.latency < 0.1
+    assert link.scalar_latency is not None
+    assert 1e-7 < link.scalar_latency <= link.latency
     assert all(t.source == "measured" for t in cluster.device_types.values())
 
 
