@@ -176,33 +176,6 @@ def test_early_stages_keep_less_where_memory_is_short() -> None:
     assert solve("aaaa", dealt, [prices], [ONE_F_ONE_B, GPIPE]).pipelines[0].discipline is ONE_F_ONE_B
 
 
-def _table(seconds: dict[tuple[int, int, int], Answer]) -> Prices:
-    """Answers by (start, stop, devices); everything else does not fit."""
-
-    def ask(start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
-        return tuple(a for a in [seconds.get((start, stop, shape.num_devices))] if a is not None)
-
-    return Prices(4, ask, lambda *_: Answer(0.5, 0.0, UNLIMITED), lambda *_: 0.0)
-
-
-def test_a_dearer_suffix_with_fewer_stages_is_kept() -> None:
-    """The first stage has room for three micro-batches only: three stages, although four would be quicker from the second stage on."""
-    one, two = Answer(1.0, 0.0, UNLIMITED), Answer(1.3, 0.0, UNLIMITED)
-    prices = _table({(0, 1, 1): Answer(1.0, 0.0, 3), (1, 2, 1): one, (2, 3, 1): Answer(0.6, 0.0, 9), (3, 4, 1): Answer(0.6, 0.0, 9), (2, 4, 2): two})
-    for disciplines in ([ONE_F_ONE_B], [ONE_F_ONE_B, GPIPE, warm(1)]):
-        best = solve("abcd", space(cluster_of(["fast"] * 4)), [prices], disciplines, epsilon=0.0).pipelines[0]
-        assert [(s.start, s.stop) for s in best.stages] == [(0, 1), (1, 2), (2, 4)]
-
-
-def test_a_dearer_suffix_that_is_better_to_reach_is_kept() -> None:
-    """The second stage is quicker on one device, which the first one reaches slowly."""
-    seconds = {(0, 1, 1): 1.0, (1, 2, 1): 1.0, (2, 3, 2): 0.9, (1, 2, 2): 1.0, (2, 3, 1): 1.0}
-    prices = _table({run: Answer(t, 0.0, UNLIMITED) for run, t in seconds.items()})
-    prices = Prices(4, prices.ask, prices.bound, lambda b, front, back, link: 1.0 if b == 1 and back.num_devices == 1 else 0.0)
-    best = solve("abc", space(cluster_of(["fast"] * 4)), [prices], epsilon=0.0).pipelines[0]
-    assert [s.shape.num_devices for s in best.stages] == [1, 2, 1]
-
-
 def test_nothing_fits() -> None:
     found = solve("aa", space(cluster_of(["fast"] * 2)), [_simple(4, fits=0)])
     assert found.pipelines == () and found.bound == math.inf and found.gap == 0.0
