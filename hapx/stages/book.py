@@ -18,6 +18,7 @@ from hapx.stages.costs import Answer, Prices
 from hapx.stages.space import Space
 
 Floats = npt.NDArray[np.float64]
+NOISE = 1e-9  # of adding numbers up in another order
 Ints = npt.NDArray[np.int64]
 
 
@@ -50,7 +51,11 @@ class Book:
             return False
         equal = self.alike[start, stop]
         bound = self.micro[shape, start, stop, 0], self.iteration[shape, start, stop, 0]
+        fits = self.fits[shape, start, stop, 0]
         answers = self.prices.ask(*equal[0], self.space.shapes[shape])
+        for a in answers:
+            good = a.micro >= bound[0] * (1 - NOISE) and a.iteration >= bound[1] * (1 - NOISE) and a.most_in_flight <= fits
+            assert good, f"layers {equal[0]} on {self.space.shapes[shape]}: {a} is better than its bound, {(*bound, fits)}"
         self._write(shape, equal, answers)
         for run in equal:
             self.real[(shape, *run)] = True

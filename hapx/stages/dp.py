@@ -22,14 +22,15 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from hapx.stages.book import Book
+from hapx.stages.book import Book, Floats
 from hapx.stages.costs import ONE_F_ONE_B, Assigned, Discipline, Pipeline, Prices, latency
-from hapx.stages.frontier import Frontier
+from hapx.stages.frontier import POSITIONS, Frontier
 from hapx.stages.search import Choice, Label, Searcher
 from hapx.stages.space import Space
 
 EPSILON = 0.005  # what the simulator sees differently is more than that
 GUIDED = 0.02  # while estimates lead, which are no better than that
+PATIENCE = 2_000  # suffixes that are looked at with a bound that knows few positions
 MARGIN = 0.1  # further pipelines that are returned are at most so much slower
 
 
@@ -159,13 +160,20 @@ class _Solver:
 
     def _search(self, run: _Run, estimates: bool) -> float:
         """The least time of a run's pipelines that are of interest, with bounds (or estimates) for what is not known; inf if there is none."""
-        searcher = Searcher(Frontier(run.book, run.discipline, *run.book.arrays(estimates), self._limit(estimates)))
-        found = searcher.cheapest()
-        self.searches += 1
-        self.labels += searcher.labels
+        found = self._cheapest(run, run.book.arrays(estimates), self._limit(estimates))
         run.seen = run.book.version
         run.best = found[0][1] if found else None
         return found[0][0] if found else math.inf
+
+    def _cheapest(self, run: _Run, arrays: tuple[Floats, Floats], limit: float, keep: int = 1) -> list[tuple[float, Label]]:
+        """The cheapest pipeline of a run; with `keep` > 1, of several numbers of stages."""
+        for positions, patience in ((POSITIONS, PATIENCE), (len(run.book.alike), math.inf)):
+            searcher = Searcher(Frontier(run.book, run.discipline, *arrays, limit, positions))
+            found = searcher.cheapest(keep > 1, keep, patience)
+            self.searches, self.labels = self.searches + 1, self.labels + searcher.labels
+            if found is not None:
+                return found
+        raise AssertionError("a search without end")
 
     def _offer(self, run: _Run, choices: Sequence[Choice], exact: bool) -> None:
         """Keeps a pipeline if it is the best so far; unless `exact`, with the quickest answers that fit in place of the options chosen."""
@@ -194,10 +202,8 @@ class _Solver:
             return ()
         found, limit = [self.best], self.best.time * (1 + (MARGIN if keep > 1 else 0))
         for run in self.runs:
-            searcher = Searcher(Frontier(run.book, run.discipline, *run.book.asked_only(), limit))
-            made = [self._pipeline(run, label.choices(), exact=True) for _, label in searcher.cheapest(apart=keep > 1, most=keep)]
+            made = [self._pipeline(run, label.choices(), exact=True) for _, label in self._cheapest(run, run.book.asked_only(), limit, keep)]
             found += [p for p in made if p is not None]
-            self.searches, self.labels = self.searches + 1, self.labels + searcher.labels
         best = sorted(dict.fromkeys(found), key=lambda p: p.time)[:keep]
         self.best = best[0]
         return tuple(best)

@@ -5,7 +5,7 @@
 
 s stages lie behind layer k, on the devices that d has not; so s tells how many micro-batches each stage before keeps in flight (OSDI'22, equation 3,
 from the other end: what is left are devices and layers at the front). Relaxed: what crosses is the least for any shapes, so F needs no shape in its
-state; positions beyond the last that matters (or `POSITIONS`) count as that one. `top` and `rest` are the least largest period and the least largest
+state; positions beyond the last that matters (or a limit) count as that one. `top` and `rest` are the least largest period and the least largest
 seconds per iteration, each for itself.
 
 A pipeline with n micro-batches whose front is not chosen yet, with sum c, largest period m and largest iteration u, ends at no less than
@@ -24,7 +24,7 @@ from numpy.lib.stride_tricks import as_strided
 from hapx.stages.book import Book, Floats, Ints
 from hapx.stages.costs import Discipline
 
-POSITIONS = 8
+POSITIONS = 8  # where a search on them takes long it is made again on all
 GRID = 8
 
 
@@ -32,12 +32,12 @@ class Frontier:
     """F, top and rest over the arrays `micro`, `iteration` of a book. Indices [state, position, t_max, layer]. limit: pipelines that take as long are
     of no interest. infinite: there is none of interest."""
 
-    def __init__(self, book: Book, discipline: Discipline, micro: Floats, iteration: Floats, limit: float):
+    def __init__(self, book: Book, discipline: Discipline, micro: Floats, iteration: Floats, limit: float, positions: int = POSITIONS):
         self.book, self.space, self.n, self.discipline = book, book.space, book.prices.micro_batches, discipline
         self.micro, self.iteration, self.limit = micro, iteration, limit
         self.num_layers = book.num_layers
         self.crossing = self._least_crossing()
-        self.positions = self._positions()
+        self.positions = self._positions(positions)
         self.least, self.update = self._least()
         self._trim(limit)
         self._first_pass()
@@ -61,14 +61,14 @@ class Frontier:
         prices, links = self.book.prices, self.space.kinds_of_link
         return np.array([[*(prices.least_crossing(b, link) if b else 0.0 for b in range(self.num_layers)), 0.0] for link in links])
 
-    def _positions(self) -> Ints:
-        """Micro-batches in flight per position, up to the last position whose stages may use other options than the one before."""
+    def _positions(self, limit: int) -> Ints:
+        """Micro-batches in flight per position, up to the last position whose stages may use other options than the one before, at most `limit`."""
         most = min(self.num_layers, self.space.cluster.num_devices)
         flights = np.array([self.discipline.in_flight(self.n, p + 1) for p in range(most)])
         limits = np.unique(self.book.fits[np.isfinite(self.micro)])
         classes = np.searchsorted(limits, flights)
         last = int(np.argmax(classes == classes[-1]))
-        return flights[: min(last, POSITIONS - 1) + 1]
+        return flights[: min(last, limit - 1) + 1]
 
     def _least(self) -> tuple[Floats, Floats]:
         """The least seconds per micro-batch [shape, position, stop, start + layers - stop] and per iteration [shape, stop, start + layers - stop]

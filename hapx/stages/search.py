@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hapx.stages.book import NOISE
 from hapx.stages.frontier import Frontier
 from hapx.stages.space import Move
 
@@ -60,26 +61,29 @@ class Searcher:
         self.labels = 0
         self._crossings: dict[tuple[int, int, int, int], float] = {}
 
-    def cheapest(self, apart: bool = False, most: int = 1) -> list[tuple[float, Label]]:
-        """The cheapest pipelines below the frontier's limit, best first: one, or with `apart` the best of every number of stages, up to `most`."""
+    def cheapest(self, apart: bool = False, most: int = 1, patience: float = math.inf) -> list[tuple[float, Label]] | None:
+        """The cheapest pipelines below the frontier's limit, best first: one, or with `apart` the best of every number of stages, up to `most`. None
+        where more than `patience` labels would have to be looked at."""
         if self.frontier.infinite:
             return []
         limit, found = self.frontier.limit, list[tuple[float, Label]]()
         for factor in (1.2, 1.5, 3.0, math.inf):
             guess = min(limit, factor * self.frontier.n * self.frontier.least_top)
             self.frontier.below(guess)
-            found = self._search(apart, most)
+            found = self._search(apart, most, patience)
+            if self.labels > patience:
+                return None
             if len(found) == most or guess >= limit:
                 break
         return found
 
-    def _search(self, apart: bool, most: int) -> list[tuple[float, Label]]:
+    def _search(self, apart: bool, most: int, patience: float) -> list[tuple[float, Label]]:
         found: list[tuple[float, Label]] = []
         order, numbers = count(), set[int]()
         root = Label(self.book.num_layers, self.space.start, 0, 0.0, 0.0, 0.0, None, None)
         heap = [(0.0, next(order), root)]
         known: dict[tuple[int, ...], list[Label]] = {}
-        while heap and len(found) < most:
+        while heap and len(found) < most and self.labels <= patience:
             time, _, label = heappop(heap)
             self.labels += 1
             if label.layer == 0:
@@ -128,7 +132,8 @@ class Searcher:
         key = (label.layer, shape, label.choice.move.shape, self.space.links[label.state])
         if key not in self._crossings:
             shapes, link = self.space.shapes, self.space.kinds_of_link[key[3]]
-            self._crossings[key] = self.prices.crossing(label.layer, shapes[shape], shapes[key[2]], link)
+            self._crossings[key] = crossing = self.prices.crossing(label.layer, shapes[shape], shapes[key[2]], link)
+            assert crossing >= self.prices.least_crossing(label.layer, link) * (1 - NOISE), f"boundary {label.layer}: crosses faster than possible"
         return self._crossings[key]
 
 

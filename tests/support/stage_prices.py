@@ -66,9 +66,9 @@ class World:
         draw = self._draw("answer", self.layers[start:stop], str(shape), shape.parts[0].intra)
         work = sum(1 + len(name) for name in self.layers[start:stop]) / sum(SPEEDS[t] for t in shape.types) ** self.together / self.micro_batches
         made = []
-        for _ in range(draw.choice([0, 1, 1, 2, 3])):
+        for _ in range(draw.choice([0, 1, 2, 2, 3])):
             most = draw.choice([1, 1, 2, 3, 5, UNLIMITED])
-            made.append(Answer(work * draw.uniform(0.7, 1.6), draw.choice([0.0, draw.uniform(0, 2)]), most))
+            made.append(Answer(work * draw.uniform(0.7, 1.6), draw.choice([0.0, work * self.micro_batches * draw.uniform(0, 1)]), most))
         return tuple(made)
 
     def ask(self, start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
@@ -85,7 +85,7 @@ class World:
 
     def crossing(self, boundary: int, front: Shape, back: Shape, link: Link) -> float:
         draw = self._draw("crossing", boundary, str(front), str(back))
-        return self.least_crossing(boundary, link) * draw.uniform(1, 2)
+        return self.least_crossing(boundary, link) * draw.uniform(1, 4)
 
     def least_crossing(self, boundary: int, link: Link) -> float:
         draw = self._draw("least", boundary)
@@ -98,7 +98,7 @@ class World:
 def random_worlds(seed: int) -> tuple[tuple[str, ...], list[World], tuple[Discipline, ...]]:
     """Layers (some alike), one world per number of micro-batches, disciplines."""
     draw = random.Random(seed)
-    layers = tuple(draw.choice(["a", "a", "a", "bb", "cccc"]) for _ in range(draw.randint(1, 5)))
+    layers = tuple(draw.choice(["a", "a", "a", "bb", "cccc"]) for _ in range(draw.choice([1, 2, 3, 4, 5, 6, 6, 6])))
     counts = draw.sample([1, 2, 4, 8, 16], draw.randint(1, 2))
     disciplines = tuple(draw.sample([ONE_F_ONE_B, GPIPE, warm(1), warm(3)], draw.randint(1, 2)))
-    return layers, [World(seed, layers, n, draw.choice([1.0, 2.0, 10.0]), draw.choice([0.3, 0.6, 1.0])) for n in counts], disciplines
+    return layers, [World(seed, layers, n, draw.choice([1.0, 2.0, 10.0]), draw.choice([0.0, 0.1, 0.3, 0.6, 1.0])) for n in counts], disciplines
