@@ -35,21 +35,7 @@ class Bound:
         self._known: dict[tuple[int, int], tuple[Weighted, Array]] = {}
         self._several: dict[tuple[int, str, int, int], list[Array]] = {}
         self._steps: dict[tuple[int, int, int], Array] = {}
-        self._lives()
-
-    def _lives(self) -> None:
-        """Per level, of the parameters that are live the next use (level, slot) and their bits, and of the other values their bits."""
-        self._live: list[tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]] = []
-        self._tracked: list[list[tuple[str, TensorTable, int]]] = []  # of the other values name, table and next use
-        following: dict[str, tuple[int, int]] = {}
-        for level in range(len(self.problem.steps) - 1, -1, -1):
-            step = self.problem.steps[level]
-            following |= {name: (level, slot) for slot, name in enumerate(step.tensors)}
-            stored = [(*following[n], shift, t.full) for n, t, shift in step.live if t.stored]
-            self._live.append((stored, [(shift, t.full) for _, t, shift in step.live if not t.stored]))
-            self._tracked.append([(n, t, following[n][0]) for n, t, _ in step.live if not t.stored])
-        self._live.reverse()
-        self._tracked.reverse()
+        self.outline = self.relaxation.outline
 
     def rest(self, level: int, place: int) -> Vector:
         """Per weight vector, a lower bound of the cost of steps `level` and later when `place` is available."""
@@ -90,15 +76,15 @@ class Bound:
         return self._steps[key]
 
     def _context(self, level: int, place: int) -> Context:
-        return self.relaxation.context(tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self._live[level][0]]))
+        return self.relaxation.context(tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self.outline.stored[level]]))
 
     def _rest(self, level: int, place: int) -> Vector:
         if level == len(self.problem.steps):
             return self.none
-        context, others = self._context(level, place), self._live[level][1]
+        context = self._context(level, place)
         found = [self._part(level, context, -1, 0)]
-        for i, (shift, full) in enumerate(others):
-            found.append(self._part(level, context, i, place >> shift & full))
+        for i, (_, table, _, shift) in enumerate(self.outline.values[level]):
+            found.append(self._part(level, context, i, place >> shift & table.full))
         return found[0] if len(found) == 1 else tuple(map(max, *found))
 
     def _part(self, level: int, context: Context, value: int, mask: int) -> Vector:
@@ -109,7 +95,8 @@ class Bound:
                 rows, offset = self.relaxation.rows(context, level)
                 best = rows[""][0] + offset
             else:
-                best = self._available(context, level, *self._tracked[level][value], mask)
+                name, table, use, _ = self.outline.values[level][value]
+                best = self._available(context, level, name, table, use, mask)
             self._parts[key] = tuple((best + context.more if level < context.bottom else best).tolist())
         return self._parts[key]
 
@@ -144,7 +131,7 @@ class Bound:
         if not step.kind.slots[slot].live:
             return (cost + weighted.total(then)).min(axis=0)  # type: ignore[no-any-return]
         rows, offset = self.relaxation.rows(context, level + 1)
-        following = next(u for n, _, u in self._tracked[level + 1] if n == name)
+        following = next(u for n, _, u, _ in self.outline.values[level + 1] if n == name)
         after: dict[int, Array] = {}
         for target in dict.fromkeys(needs.tolist()):
             more = mask | table.closure(target)

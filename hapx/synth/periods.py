@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from hapx.synth.problem import Step
 
 Names = dict[str, str]
+Pairs = tuple[tuple[int, int, int], ...]
+
+
+class Jump(NamedTuple):
+    """Over `times` rounds: bits of every value that is live after them, of the one that it stands for before them, and their mask."""
+
+    times: int
+    pairs: Pairs
 
 
 def periods(kinds: Sequence[int]) -> list[int]:
@@ -42,6 +51,8 @@ class Repetition:
                 self.uses.setdefault(name, []).append(k)
         self._before = {level + period: period for level, period in enumerate(self.period) if period}
         self._names: dict[int, Names | None] = {}
+        self._pairs: dict[tuple[int, int], Pairs | None] = {}
+        self._jumps: dict[int, Jump | None] = {}
         self._ends: dict[int, int] = {}  # where the run of steps with one period ends
         for level in sorted(self._before, reverse=True):
             same = self._before.get(level + 1) == self._before[level]
@@ -54,6 +65,36 @@ class Repetition:
     def rounds(self, level: int) -> int:
         """How many whole periods from a level on repeat those before them."""
         return (self._ends[level] - level) // self._before[level] if level in self._before else 0
+
+    def pairs(self, level: int, period: int) -> Pairs | None:
+        """Bits of every value that is live before `level`, of its counterpart one period before, and their mask; None if the two places are not
+        alike. period: that of the step one period before."""
+        if (level, period) not in self._pairs:
+            before = level - period
+            names, shifts = self.names(before), {n: at for n, _, at in self.steps[level].live}
+            self._pairs[level, period] = (
+                tuple([(shifts[names[n]], at, t.full) for n, t, at in self.steps[before].live]) if names is not None else None
+            )
+        return self._pairs[level, period]
+
+    def jump(self, level: int) -> Jump | None:
+        """Over all rounds that are left from a level on, if there are at least two and they are alike."""
+        if level not in self._jumps:
+            self._jumps[level] = self._jump(level)
+        return self._jumps[level]
+
+    def _jump(self, level: int) -> Jump | None:
+        period, times = self.before(level), self.rounds(level)
+        if times < 2:
+            return None
+        origin: dict[int, int] | None = None  # where the bits of what is live now were before all rounds
+        for k in range(level + period, level + times * period + 1, period):
+            pairs = self.pairs(k, period)
+            if pairs is None:
+                return None
+            origin = {now: before if origin is None else origin[before] for now, before, _ in pairs}
+        assert origin is not None and pairs is not None, "there are rounds"
+        return Jump(times, tuple([(now, origin[now], full) for now, _, full in pairs]))
 
     def names(self, level: int) -> Names | None:
         """For every value that is live before `level`, the one that is used alike one period later; None if they are not alike."""

@@ -116,6 +116,7 @@ class Problem:
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
     repetition: Any = None  # see `hapx.synth.periods`; made when first searched
     grid: Any = None  # see `hapx.synth.grid`; made when first searched
+    outline: Any = None  # see `hapx.synth.outline`; made when first searched
 
 
 def build(

@@ -33,6 +33,7 @@ import numpy as np
 from hapx.cost.edges import Array, Mask, Numbers
 from hapx.synth.grid import Grid, Prices, Weights
 from hapx.synth.moves import Moves
+from hapx.synth.outline import Outline
 from hapx.synth.periods import Names, Repetition
 from hapx.synth.problem import Problem, Step, StepClass
 from hapx.synth.tables import TensorTable, bits
@@ -125,6 +126,11 @@ class Relaxation:
         if problem.repetition is None:
             problem.repetition = Repetition(problem.steps)
         self.repetition: Repetition = problem.repetition
+        if problem.outline is None:
+            problem.outline = Outline(problem.steps)
+        self.outline: Outline = problem.outline
+        cutting = [self.cutting(s.kind) for s in problem.steps]
+        self._cutting = cutting.index(True) + 1 if any(cutting) else len(cutting) + 1  # from which level on there is such a step before
         self._tabulate()
 
     def rows(self, context: Context, level: int) -> tuple[Rows, Array]:
@@ -159,7 +165,7 @@ class Relaxation:
             finite = np.where(np.isfinite(added), added, more)
             even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + self._base[level][""].max())).all())
             if level == 0 or (level <= bottom and even) or top - level >= self.deepest:
-                if any(self.cutting(s.kind) for s in self.problem.steps[:level]):
+                if level >= self._cutting:
                     more = np.full_like(more, more.min())  # see `_tabulate`
                 return Context(level, rows[::-1], self._offsets[top + 1], more if level <= bottom else np.zeros(len(self.weights)), uses)
             level -= 1
@@ -167,7 +173,7 @@ class Relaxation:
     def _tabulate(self) -> None:
         """The general tables, from the last step backward."""
         steps = self.problem.steps
-        repetition = self.repetition
+        repetition, first = self.repetition, self.outline.first
         same: Names | None = None  # names one period later, where the tables after this step are those of one period later plus `delta`
         delta = self._offsets[-1]
         for level in range(len(steps) - 1, -1, -1):
@@ -175,8 +181,9 @@ class Relaxation:
             names = repetition.names(level)
             if self.cutting(steps[level].kind):  # what is larger by a number per weight may not be so before a cut
                 same = None
-            if names is not None and same is not None and repetition.continues(level, names, same) and self._first(level) == self._first(later):
-                self._base[level] = {n: self._base[later][names.get(n, "")] for n in ("", *(n for n, t, _ in steps[level].live if not t.stored))}
+            if names is not None and same is not None and repetition.continues(level, names, same) and first[level] == first[later]:
+                before = self._base[later]
+                self._base[level] = {n: before[names.get(n, "")] for n in self.outline.names[level]}
                 self._offsets[level] = self._offsets[later] + delta
                 same = names
                 continue
@@ -198,20 +205,13 @@ class Relaxation:
         least: Array = np.nanmin(added, axis=0)
         return least if (np.nanmax(added, axis=0) - least <= LOSS * np.abs(least) + 1e-13 * (left[0] + self._offsets[level])).all() else None
 
-    def _first(self, level: int) -> tuple[bool, ...]:
-        """Per slot, whether it is a parameter used for the first time."""
-        step = self.problem.steps[level]
-        known = {n for n, _, _ in step.live}
-        return tuple(bool(s.table.stored) and s.fixed is None and n not in known for n, s in zip(step.tensors, step.kind.slots, strict=True))
-
     def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use], offset: Array) -> None:
         """The table before a step from that after it; `offset` is to be added to both."""
         step = self.problem.steps[level]
         weighted, then = self._choices(level, after, uses)
         rows[""] = self._total(weighted, then, offset).min(axis=0, keepdims=True)
-        for name, table, _ in step.live:
-            if not table.stored:
-                rows[name] = self._value(step, name, table, weighted, then, after, offset)
+        for name, table, _, _ in self.outline.values[level]:
+            rows[name] = self._value(step, name, table, weighted, then, after, offset)
 
     def _total(self, weighted: Weighted, rest: Array, offset: Array) -> Array:
         """As `Weighted.total`, of bounds to which `offset` is to be added."""
@@ -227,7 +227,7 @@ class Relaxation:
     def _choices(self, level: int, after: Rows, uses: list[Use]) -> tuple[Weighted, Array]:
         """The step's choices with its `uses` priced; after each, the bound by its results alone."""
         step = self.problem.steps[level]
-        weighted = self._weighted(step.kind, self._first(level))
+        weighted = self._weighted(step.kind, self.outline.first[level])
         for use in uses:
             table = step.kind.slots[use.slot].table
             inside = list(bits(use.mask))
