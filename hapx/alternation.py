@@ -124,6 +124,7 @@ class Alternation:
         self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
         self.cuts = sorted(self.problem.cuts, key=str)  # sets of them have another order in every process
         self.found: dict[tuple[Any, ...], Candidate] = {}
+        self.goals: dict[int, tuple[Solution, Objective]] = {}  # by the identity of a program's steps
         self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
         self.prices: tuple[float, ...] | None = None  # of memory, once it binds
         self.exact = True  # small problems are searched to the end also where memory binds
@@ -260,7 +261,7 @@ class Alternation:
             self.told("searching", best)
             solution, others = self._solutions(lengths)
             if solution is not None:
-                own = self._keep(solution, objective(solution.steps, solution.storage, len(self.sizes)), lengths, ratios)
+                own = self._keep(solution, self._goal(solution), lengths, ratios)
                 best = min(best, own.cost if own is not None else inf)
                 kept.append(best)
                 if not self.free:
@@ -289,7 +290,7 @@ class Alternation:
         for _ in range(CORRECTIONS):
             found: list[tuple[float, Solution, Objective, dict[Row, Vector]]] = []
             for solution in solutions:
-                goal = objective(solution.steps, solution.storage, len(self.sizes))
+                goal = self._goal(solution)
                 best = balance(goal, self.sizes, self.fitting.limits, ratios, fixed)
                 if best is not None:
                     seconds = goal.time({cut: fixed[cut] if cut in fixed else best[cut.row] for cut in goal.cuts})
@@ -302,6 +303,13 @@ class Alternation:
                 if candidate is not None:
                     return own, lengths, candidate
         return None
+
+    def _goal(self, solution: Solution) -> Objective:
+        """The cost of a program as a function of shares; equal programs of a problem have the same steps."""
+        known = self.goals.get(id(solution.steps))
+        if known is None:  # held with its solution, whose steps keep their identity
+            known = self.goals[id(solution.steps)] = solution, objective(solution.steps, solution.storage, len(self.sizes))
+        return known[1]
 
     def _solutions(self, lengths: Lengths) -> tuple[Solution | None, tuple[Solution, ...]]:
         """The best program at these lengths whose peak fits, if any does; and what other ratios may make fit: the cheapest program without limits,

@@ -95,6 +95,7 @@ class CostModel:
         self._converted_again = memory.converted_again(self.graph) if mode == "train" else frozenset()
         self._signatures: dict[int, int] = {}
         self._number = _Numbers()
+        self._forms: dict[int, tuple[Triple, Any]] = {}  # by identity of a triple
         self._see(View(theory.mesh, cluster, lengths))
 
     def _see(self, view: View) -> None:
@@ -110,9 +111,9 @@ class CostModel:
         self._latency = Piece(view.worst(lambda d: cluster.type_of(d).kernel_latency))
         self._per_byte = view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
         self._per_flop: dict[str, tuple[float, ...]] = {}
-        self._by_triple: dict[int, tuple[Triple, StepCost]] = {}
-        self._by_form: dict[Any, StepCost] = {}
+        self._by_form: dict[int, StepCost] = {}
         self._conversions: dict[Any, StepCost] = {}
+        self._updates: dict[tuple[float, Placement], Term] = {}
         self._steps: dict[Any, list[CommunicationCost]] = {}
 
     def at_lengths(self, lengths: Lengths) -> CostModel:
@@ -135,8 +136,11 @@ class CostModel:
         """Seconds that the optimizer takes per iteration to update what a device keeps of a parameter."""
         training = self.mode == "train" and ref.requires_grad
         moved = UPDATE_PASSES * memory.storage_bytes(ref, self._states, True) if training else 0.0
-        term = self._stored(ref, placement, moved, bound=False)
-        return Term(tuple(p.scaled(self._per_byte) for p in term.pieces))
+        key = (moved, placement)
+        if key not in self._updates:
+            term = self._stored(ref, placement, moved, bound=False)
+            self._updates[key] = Term(tuple(p.scaled(self._per_byte) for p in term.pieces))
+        return self._updates[key]
 
     def _stored(self, ref: TensorRef, placement: Placement, size: float, bound: bool) -> Term:
         return Term((self._part(placement, size, bound),))
@@ -149,23 +153,38 @@ class CostModel:
 
     def instruction(self, triple: Triple) -> StepCost:
         """Cost of a node's triple, composites with their communication included."""
-        known = self._by_triple.get(id(triple))
-        if known is not None and known[0] is triple:
-            return known[1]
+        known = self._forms.get(id(triple))
+        if known is None or known[0] is not triple:
+            known = self._forms[id(triple)] = triple, self._number.of_value(self._form(triple))
+        found = self._by_form.get(known[1])
+        if found is None:
+            assert triple.node is not None and isinstance(triple.body, OpCall)
+            found = self._by_form[known[1]] = self._instruction(triple, self.graph.nodes[triple.node], triple.body)
+        return found
+
+    def _form(self, triple: Triple) -> Any:
+        """Equal for triples whose costs are equal at any lengths."""
         assert triple.node is not None and isinstance(triple.body, OpCall), f"not an instruction: {triple}"
         signature = self._signatures.get(triple.node)
         if signature is None:
-            signature = self._signatures[triple.node] = self._number.of_value(self._signature(self.graph.nodes[triple.node]))
+            signature = self._signatures[triple.node] = self._number.of_value(self._signature(triple.node, self.graph.nodes[triple.node]))
         local = tuple(v for n, v in triple.body.args if isinstance(v, Axes) or n == "form") if triple.body.target.startswith("hapx.") else ()
         where = tuple([self._number.of_placement(p.placement) for p in (*triple.pre, *triple.post)])
-        key = (signature, where, tuple([self._number(cut) for cut in triple.work]), local)
-        if key not in self._by_form:
-            self._by_form[key] = self._instruction(triple, self.graph.nodes[triple.node], triple.body)
-        self._by_triple[id(triple)] = (triple, self._by_form[key])
-        return self._by_form[key]
+        return signature, where, tuple([self._number(cut) for cut in triple.work]), local
 
-    def _signature(self, node: Node) -> Any:
+    def _signature_of_alike(self, node: Node, number: int) -> Any:
+        """Of nodes that call one operator with the same constants on the same shapes and dtypes, what else costs depend on."""
+        names = (*node.call.refs(), *(o.name for o in node.outputs))
+        refs = self.graph.refs
+        tensors = tuple([(refs[n].kind, n in self._kept, names.index(n)) for n in names])
+        first = node.outputs[0].name
+        again = first in self.graph.recomputed, first in self._forgotten
+        return number, tensors, is_view(self.graph, node), again, tuple([dtype for _, dtype in node.casts])
+
+    def _signature(self, index: int, node: Node) -> Any:
         """Equal for nodes whose costs are equal in equal placements."""
+        if self.theory.alike:
+            return self._signature_of_alike(node, self.theory.alike[index])
         names = (*node.call.refs(), *(o.name for o in node.outputs))
         refs = [self.graph.refs[n] for n in names]
         tensors = tuple((r.shape, r.dtype, r.kind, r.requires_grad, r.name in self._kept, names.index(r.name)) for r in refs)

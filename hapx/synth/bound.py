@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hapx.cost.edges import Array
+from hapx.cost.edges import Array, Numbers
 from hapx.synth.effect import Vector
 from hapx.synth.moves import Moves
 from hapx.synth.problem import Problem
@@ -31,7 +31,8 @@ class Bound:
         self.none: Vector = (0.0,) * len(self.relaxation.weights)
         self._parts: dict[tuple[int, int, int, int], Vector] = {}
         self._at: list[dict[int, Vector]] = [{} for _ in range(len(problem.steps) + 1)]
-        self._bounds: dict[tuple[int, int], list[int]] = {}
+        self._bounds: dict[tuple[int, int], tuple[Numbers, bool]] = {}
+        self._rows: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._known: dict[tuple[int, int], tuple[Weighted, Array]] = {}
         self._several: dict[tuple[int, str, int, int], list[Array]] = {}
         self._steps: dict[tuple[int, int, int], Array] = {}
@@ -102,10 +103,9 @@ class Bound:
 
     def _available(self, context: Context, level: int, name: str, table: TensorTable, use: int, mask: int) -> Array:
         """The bound by one value that is available in `mask` and used next at `use`; below the context's bottom without what the context adds."""
-        bounding = self._bounding(table, mask)
         rows, offset = self.relaxation.rows(context, level)
-        best: Array = rows[name][bounding].max(axis=0) + offset
-        if all(self.relaxation.sets(table)[i] != mask for i in bounding):
+        best: Array = self._row(rows[name], table, mask) + offset
+        if not self._bounding(table, mask)[1]:
             best = np.maximum(best, self._set(context, level, name, table, use, mask))
         return best
 
@@ -138,7 +138,7 @@ class Bound:
             if more == mask:
                 after[target] = self._available(context, level + 1, name, table, following, mask)
             else:
-                after[target] = rows[name][self._bounding(table, more)].max(axis=0) + offset
+                after[target] = self._row(rows[name], table, more) + offset
         return (cost + weighted.total(np.maximum(then, np.array([after[t] for t in needs.tolist()])))).min(axis=0)  # type: ignore[no-any-return]
 
     def _weighted(self, context: Context, level: int) -> tuple[Weighted, Array]:
@@ -147,9 +147,18 @@ class Bound:
             self._known[key] = self.relaxation.choices(context, level)
         return self._known[key]
 
-    def _bounding(self, table: TensorTable, mask: int) -> list[int]:
-        """The rows of all that includes `mask`: any of them bounds it."""
+    def _row(self, rows: Array, table: TensorTable, mask: int) -> Array:
+        """The bound of what is available in `mask` by the rows of a table; those of equal layers are one array."""
+        key = id(rows), mask
+        known = self._rows.get(key)
+        if known is None:  # held with the array, whose identity stays its own
+            known = self._rows[key] = rows, np.maximum.reduce(rows[self._bounding(table, mask)[0]], axis=0)
+        return known[1]
+
+    def _bounding(self, table: TensorTable, mask: int) -> tuple[Numbers, bool]:
+        """The rows of all that includes `mask`: any of them bounds it; and whether there is one for just this."""
         key = id(table), mask
         if key not in self._bounds:
-            self._bounds[key] = [i for i, known in enumerate(self.relaxation.sets(table)) if known & mask == mask]
+            sets = self.outline.sets(table)
+            self._bounds[key] = np.array([i for i, known in enumerate(sets) if known & mask == mask]), mask in sets
         return self._bounds[key]
