@@ -66,6 +66,7 @@ class EdgePrices:
         self.costs, self.count = costs, len(edges)
         self.forms = [f for f in FORMS if f.value in forms]
         fractions: dict[Placement, int] = {}
+        self._runs: dict[Any, list[tuple[Any, str]]] = {}
         rows: dict[tuple[int, str], list[tuple[Any, ...]]] = {}
         for number, edge in enumerate(edges):
             self._row(number, edge, fractions, rows)
@@ -114,7 +115,10 @@ class EdgePrices:
         if _is_recut(edge):
             return
         source, target = before.states[axis], after.states[axis]
-        runs = min((self.costs.collectives(ref, source, target, free) for free in edge.free), key=len)
+        key = id(ref), source, target, edge.free  # references are the graph's own objects
+        if key not in self._runs:
+            self._runs[key] = min((self.costs.collectives(ref, source, target, free) for free in edge.free), key=len)
+        runs = self._runs[key]
         if not runs:
             return
 

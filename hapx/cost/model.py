@@ -11,7 +11,7 @@ their terms; in eval mode there is no backward, no kept activation and no gradie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -110,6 +110,7 @@ class CostModel:
         self.capacity: Vector = np.array(view.worst(lambda d: cluster.type_of(d).memory, min)) * (1.0 - memory.RESERVE)
         self._latency = Piece(view.worst(lambda d: cluster.type_of(d).kernel_latency))
         self._per_byte = view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
+        self._nothing = (0.0,) * len(self.kinds)
         self._per_flop: dict[str, tuple[float, ...]] = {}
         self._by_form: dict[int, StepCost] = {}
         self._conversions: dict[Any, StepCost] = {}
@@ -214,9 +215,18 @@ class CostModel:
         if precision not in self._per_flop:
             self._per_flop[precision] = self.view.worst(lambda d: 1.0 / self.cluster.type_of(d).speed(precision))
         launch = self._latency.scaled((float(kernels),) * len(self.kinds))
-        carried = reduce(add, (self._part(placements[name], size) for name, size in moved), self.view.constant(0.0))
-        pieces = [carried.scaled(self._per_byte) + launch]
+        pieces = [self._together(moved, placements).scaled(self._per_byte) + launch]
         return maximum(pieces if flops.zero else [flops.scaled(self._per_flop[precision]) + launch, *pieces])
+
+    def _together(self, sizes: Iterable[tuple[str, float]], placements: Mapping[str, Placement]) -> Piece:
+        """Bytes that a device has of several tensors."""
+        const, slopes = self._nothing, dict[Cut, tuple[float, ...]]()
+        for name, size in sizes:
+            part = self.view.fraction(placements[name])
+            const = tuple([c + size * p for c, p in zip(const, part.const, strict=True)])
+            for cut, slope in part.slopes:
+                slopes[cut] = tuple([c + size * p for c, p in zip(slopes.get(cut, self._nothing), slope, strict=True)])
+        return Piece(const, tuple(slopes.items()))
 
     def _backward(self, node: Node, body: OpCall, does: Work, cuts: tuple[Cut | None, ...], placements: Mapping[str, Placement]) -> Term | None:
         """With sufficient factors, the weight's gradient is made whole on every device of the axes that gather them."""

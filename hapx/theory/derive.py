@@ -101,8 +101,12 @@ class _Derivation:
         properties = self.properties
 
         def named(refs: tuple[TensorRef, ...], placements: tuple[Placement, ...]) -> tuple[Property, ...]:
+            return tuple([properties.get((r.name, id(p))) or new(r.name, p) for r, p in zip(refs, placements, strict=True)])
+
+        def new(name: str, placement: Placement) -> Property:
             # placements are unique objects: their identity stands for them
-            return tuple(properties.setdefault((r.name, id(p)), Property(r.name, p)) for r, p in zip(refs, placements, strict=True))
+            found = properties[name, id(placement)] = Property(name, placement)
+            return found
 
         found = []
         for shape in shapes:
