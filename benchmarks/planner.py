@@ -15,7 +15,7 @@ import cProfile
 import pstats
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -85,6 +85,7 @@ def planned(graph: Graph, cluster: ClusterSpec, view: str) -> Counters:
     """Plans once, on one view."""
     counters = Counters()
     meshes = [m for m in views(cluster, AUTO) if m.name == view]
+    graph = replace(graph)  # without what planning has found out about it before
     plan_spmd(Setting(graph, key_of(graph), cluster, AUTO, "fp32", "adamw"), counters, meshes)
     return counters
 

@@ -129,6 +129,8 @@ class Alternation:
         self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.rows}
         self.cuts = sorted(self.problem.cuts, key=str)  # sets of them have another order in every process
         self.found: dict[tuple[Any, ...], Candidate] = {}
+        self.goals: dict[int, tuple[Solution, Objective]] = {}  # by the identity of a program's steps
+        self.balanced: dict[tuple[int, tuple[float, ...]], dict[Row, Vector] | None] = {}  # by a program's steps (held by `goals`) and limits
         self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
         self.prices: tuple[float, ...] | None = None  # of memory, once it binds
         self.exact = True  # small problems are searched to the end also where memory binds
@@ -176,7 +178,8 @@ class Alternation:
         row, self.exact = self.rows[0], False  # where memory binds, prices of it tell well enough where a start leads
         for start in further(np.asarray(self.costs.speeds), self.sizes, lambda: self._by_kind(self._best().shares)[row]):
             with suppress(InsufficientMemoryError):  # something else fits
-                self._alternate({r: start[r.kind == "storage"] for r in self.rows}, min(known, self._best().cost))
+                best = min(known, self._best().cost)
+                self._alternate({r: start[r.kind == "storage"] for r in self.rows}, best, above=HOPELESS * best)
 
     def from_even_shares(self) -> list[Candidate]:
         """Candidates from even shares, where `_starts` left them out because a search on several axes costs more. For the best view only."""
@@ -241,19 +244,19 @@ class Alternation:
 
     # -- how it goes on ----------------------------------------------------------------------------------------------------------------------------
 
-    def _alternate(self, ratios: dict[Row, Vector], known: float, given: Mapping[Cut, tuple[int, ...]] | None = None) -> None:
-        """Adds what it meets to `found`. given: lengths that are not rounded from the ratios. Raises InsufficientMemoryError if no program fits at
-        any ratios that were tried."""
+    def _alternate(self, ratios: dict[Row, Vector], known: float, given: Mapping[Cut, tuple[int, ...]] | None = None, above: float = inf) -> None:
+        """Adds what it meets to `found`. given: lengths that are not rounded from the ratios. above: a first program that takes more is not looked
+        for. Raises InsufficientMemoryError if no program fits at any ratios that were tried."""
         lengths = self._lengths(ratios) | {c: own for c, own in (given or {}).items() if c in self.problem.cuts}
         kept: list[float] = []
         why = "too small"
         try:
-            why = self._run(ratios, lengths, known, kept)
+            why = self._run(ratios, lengths, known, kept, above)
         finally:
             self.counters.ended[why] += 1
             self.counters.kept.append(tuple(kept))
 
-    def _run(self, ratios: Mapping[Row, Vector], lengths: Lengths, known: float, kept: list[float]) -> str:
+    def _run(self, ratios: Mapping[Row, Vector], lengths: Lengths, known: float, kept: list[float], above: float = inf) -> str:
         """One alternation; why it ended. kept: gets the least cost after every step."""
         best = inf
         for _ in range(MAX_ALTERNATIONS):
@@ -263,9 +266,11 @@ class Alternation:
             self.searched.add(at)
             self.counters.alternations += 1
             self.told("searching", best)
-            solution, others = self._solutions(lengths)
+            solution, others = self._solutions(lengths, above if best == inf else inf)
+            if solution is None and not others:
+                return "hopeless"
             if solution is not None:
-                own = self._keep(solution, objective(solution.steps, solution.storage, len(self.sizes)), lengths, ratios)
+                own = self._keep(solution, self._goal(solution), lengths, ratios)
                 best = min(best, own.cost if own is not None else inf)
                 kept.append(best)
                 if not self.free:
@@ -294,8 +299,8 @@ class Alternation:
         for _ in range(CORRECTIONS):
             found: list[tuple[float, Solution, Objective, dict[Row, Vector]]] = []
             for solution in solutions:
-                goal = objective(solution.steps, solution.storage, len(self.sizes))
-                best = balance(goal, self.sizes, self.fitting.limits, ratios, fixed)
+                goal = self._goal(solution)
+                best = self._ratios(solution, goal, ratios, fixed)
                 if best is not None:
                     seconds = goal.time({cut: fixed[cut] if cut in fixed else best[cut.row] for cut in goal.cuts})
                     found.append((seconds, solution, goal, best))
@@ -308,13 +313,28 @@ class Alternation:
                     return own, lengths, candidate
         return None
 
-    def _solutions(self, lengths: Lengths) -> tuple[Solution | None, tuple[Solution, ...]]:
+    def _ratios(self, solution: Solution, goal: Objective, ratios: Mapping[Row, Vector], fixed: Mapping[Cut, Vector]) -> dict[Row, Vector] | None:
+        """The best ratios of a program: once, wherever an alternation comes from. Rows that it does not use keep theirs."""
+        key = id(solution.steps), tuple(self.fitting.limits.tolist())
+        if key not in self.balanced:
+            self.balanced[key] = balance(goal, self.sizes, self.fitting.limits, ratios, fixed)
+        best = self.balanced[key]
+        return {**ratios, **{r: best[r] for r in dict.fromkeys(c.row for c in goal.cuts)}} if best is not None else None
+
+    def _goal(self, solution: Solution) -> Objective:
+        """The cost of a program as a function of shares; equal programs of a problem have the same steps."""
+        known = self.goals.get(id(solution.steps))
+        if known is None:  # held with its solution, whose steps keep their identity
+            known = self.goals[id(solution.steps)] = solution, objective(solution.steps, solution.storage, len(self.sizes))
+        return known[1]
+
+    def _solutions(self, lengths: Lengths, above: float = inf) -> tuple[Solution | None, tuple[Solution, ...]]:
         """The best program at these lengths whose peak fits, if any does; and what other ratios may make fit: the cheapest program without limits,
-        then, where none fits, the one of least memory."""
+        then, where none fits, the one of least memory. Nothing where all programs take more than `above`."""
         shares, spare = self.costs.lengths_to_shares(lengths), None
         others: tuple[Solution, ...] = ()
         for _ in range(CORRECTIONS):
-            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.exact)
+            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.exact, above)
             for solution in (found,) if found is not None else others:
                 self.counters.search.add(solution.statistics)
             if found is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from hapx.rules import Probed, Rule, Slot
@@ -110,7 +110,7 @@ class OpCall:
     @property
     def op(self) -> str:
         """Name without overload: "aten.linear"."""
-        return self.target.rsplit(".", 1)[0] if self.target.count(".") == 2 else self.target
+        return _without_overload(self.target)
 
     def refs(self) -> tuple[str, ...]:
         """Names of tensor arguments in order of appearance, with repetitions."""
@@ -118,6 +118,11 @@ class OpCall:
 
     def __str__(self) -> str:
         return f"{self.target}({', '.join(f'{k}={_show(v)}' for k, v in self.args)})"
+
+
+@cache
+def _without_overload(target: str) -> str:
+    return target.rsplit(".", 1)[0] if target.count(".") == 2 else target
 
 
 def iter_refs(value: Value) -> Iterator[Ref]:

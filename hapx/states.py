@@ -16,6 +16,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 
+class _Hashed:
+    """Values that are keys everywhere and hold others that are: their hash is found once. It is no field: it is not compared, shown or saved."""
+
+    __slots__ = ("_hash",)
+
+    def _found(self, values: tuple[object, ...]) -> int:
+        found = hash(values)
+        object.__setattr__(self, "_hash", found)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One vector of shares along a mesh axis: what the balancer chooses (or `even`: equal, not chosen)."""
@@ -29,11 +40,17 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(_Hashed):
     """How a dim is cut along a row's axis: `units` grains are dealt out. Equal cuts have equal lengths, for every tensor."""
 
     row: Row
     units: int
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash  # type: ignore[no-any-return, attr-defined]
+        except AttributeError:
+            return self._found((self.row, self.units))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +72,7 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class Sharded(_Hashed):
     """Dim `dim` of size outer x cut.units x inner; each of the `outer` blocks is cut alike, in grains of `inner` elements."""
 
     dim: int
@@ -70,6 +87,12 @@ class Sharded:
         segment = f".{self.cut.row.segment}" if self.cut.row.segment else ""
         return f"S{self.dim}[{blocks}{self.cut.units}{grain}]{star}{segment}"
 
+    def __hash__(self) -> int:
+        try:
+            return self._hash  # type: ignore[no-any-return, attr-defined]
+        except AttributeError:
+            return self._found((self.dim, self.outer, self.inner, self.cut))
+
     def same_split(self, other: Sharded) -> bool:
         """Whether both split the same factor of the same dim (possibly along different axes)."""
         return (self.dim, self.outer, self.inner, self.cut.units) == (other.dim, other.outer, other.inner, other.cut.units)
@@ -81,7 +104,7 @@ REPLICATED, INVARIANT, PARTIAL = Replicated(), Invariant(), Partial()
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(_Hashed):
     """One state per mesh axis. `nest`: order in which axes that split the same factor of a dim apply (outermost first);
     axes not listed apply in axis order."""
 
@@ -92,6 +115,12 @@ class Placement:
         text = ",".join(map(str, self.states))
         return f"{text}|nest{''.join(map(str, self.nest))}" if self.nest else text
 
+    def __hash__(self) -> int:
+        try:
+            return self._hash  # type: ignore[no-any-return, attr-defined]
+        except AttributeError:
+            return self._found((self.states, self.nest))
+
     def order(self) -> tuple[int, ...]:
         """Axes in the order in which they cut."""
         return self.nest + tuple(a for a in range(len(self.states)) if a not in self.nest)
@@ -101,11 +130,17 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Property:
+class Property(_Hashed):
     """A tensor of the single-device graph, in a placement."""
 
     tensor: str
     placement: Placement
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash  # type: ignore[no-any-return, attr-defined]
+        except AttributeError:
+            return self._found((self.tensor, self.placement))
 
     def __str__(self) -> str:
         return f"{self.tensor}:{self.placement}"

@@ -15,6 +15,7 @@ Executed by `hapx.collectives.conversion`, priced by `hapx.cost`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 
 from hapx.states import Invariant, Partial, Replicated, Sharded, State
@@ -50,6 +51,7 @@ def backward_collective(source: State, target: State) -> str | None:
     return _collective(source, target, 1)
 
 
+@cache
 def _collective(source: State, target: State, direction: int) -> str | None:
     if source == target:
         return None

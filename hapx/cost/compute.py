@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from hapx.cost.contractions import CONTRACTIONS, STATES_KEPT
+from hapx.cost.once import once_per_node
 from hapx.cost.saves import KEPT_INSIDE
 from hapx.ir import CONVOLUTIONS, DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
 
@@ -73,11 +74,13 @@ def tensor(graph: Graph, call: OpCall, argument: str) -> TensorRef | None:
     return graph.refs[value.name] if isinstance(value, Ref) else None
 
 
+@once_per_node
 def differentiable(graph: Graph, node: Node) -> bool:
     """Whether a gradient flows through the node."""
     return any(o.requires_grad for o in node.outputs) and any(graph.refs[n].requires_grad for n in node.call.refs())
 
 
+@once_per_node
 def is_view(graph: Graph, node: Node) -> bool:
     """Whether the outputs share the storage of the first operand: no time, no memory."""
     call = node.call
@@ -186,6 +189,7 @@ def _contraction(graph: Graph, node: Node) -> tuple[float, float, float, int]:
     return flops, flops * min(wanted, 2), 0.0, max(wanted, 1)
 
 
+@once_per_node
 def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
     """Bytes that an operator keeps for backward beside tensors of the graph: (tensor whose placement they have, bytes)."""
     call, out = node.call, node.outputs[0]

@@ -73,6 +73,7 @@ class EdgePrices:
         self.costs, self.count = costs, len(edges)
         self.forms = [f for f in FORMS if f.value in forms] or [Form.PADDED]
         fractions: dict[Placement, int] = {}
+        self._runs: dict[Any, tuple[list[tuple[Any, str]], bool]] = {}
         rows: dict[tuple[int, str], list[tuple[Any, ...]]] = {}
         for number, edge in enumerate(edges):
             self._row(number, edge, fractions, rows)
@@ -130,7 +131,11 @@ class EdgePrices:
         if _is_recut(edge):
             return
         source, target = before.states[axis], after.states[axis]
-        runs, free = min(((self.costs.collectives(ref, source, target, free), free) for free in edge.free), key=lambda way: len(way[0]))
+        key = id(ref), source, target, edge.free  # references are the graph's own objects
+        if key not in self._runs:
+            ways = ((self.costs.collectives(ref, source, target, free), free) for free in edge.free)
+            self._runs[key] = min(ways, key=lambda way: len(way[0]))
+        runs, free = self._runs[key]
         if not runs:
             return
 

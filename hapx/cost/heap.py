@@ -31,8 +31,9 @@ class Heap:
 
     def note(self, moment: str, extra: Vector | float = 0.0) -> None:
         now = self.alive + extra
-        if (now > self.highest).any():
-            for k in np.flatnonzero(now > self.highest):
+        more = now > self.highest
+        if np.logical_or.reduce(more):
+            for k in np.flatnonzero(more):
                 self.moments[k] = moment
             self.highest = np.maximum(now, self.highest)
 

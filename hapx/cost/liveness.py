@@ -143,10 +143,11 @@ class _Walk:
             own = {p.tensor: variables[p] for p in (*triple.post, *triple.pre)}
             for kept in dict.fromkeys(kept_names(self.graph, node, body)):
                 self._keep(record, own.get(kept))
-            inside = self.sizes.sum(kept_inside(self.graph, node, body), placements)
-            inside = inside + self.sizes.cpu * self.sizes.sum(kept_on_cpu(self.graph, node, placements), placements)
-            if inside.any():
-                record.kept.append(self.heap.new(inside))
+            inside, on_cpu = kept_inside(self.graph, node, body), kept_on_cpu(self.graph, node, placements)
+            if inside or on_cpu:
+                size = self.sizes.sum(inside, placements) + self.sizes.cpu * self.sizes.sum(on_cpu, placements)
+                if size.any():
+                    record.kept.append(self.heap.new(size))
             self.records[k] = record
         self.heap.note(f"forward of {name}", self.sizes.temporaries(forward_temporaries(self.graph, node, body), node, placements))
 

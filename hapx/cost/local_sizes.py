@@ -37,16 +37,24 @@ class LocalSizes:
     def __init__(self, program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]):
         self.program, self.graph, self.exact, self.stored = program, graph, exact, stored
         self.lengths = exact.view.lengths or {}
+        self._fractions: dict[Placement, Vector] = {}
+        self._local: dict[Property, Vector] = {}
+        self.none: Vector = np.zeros(len(exact.kinds))
         self.cpu = np.array(exact.view.worst(lambda d: exact.cluster.type_of(d).is_cpu, min)) > 0
 
     def part(self, placement: Placement, size: float) -> Vector:
         """Bytes per kind of a tensor of `size` bytes."""
-        fraction: Vector = np.array(self.exact.view.fraction(placement, True).const)
+        fraction = self._fractions.get(placement)
+        if fraction is None:
+            fraction = self._fractions[placement] = np.array(self.exact.view.fraction(placement, True).const)
         return fraction * size
 
     def local(self, p: Property) -> Vector:
         """Bytes per kind of a tensor in a placement."""
-        return self.part(p.placement, float(self.graph.refs[p.tensor].bytes))
+        known = self._local.get(p)
+        if known is None:
+            known = self._local[p] = self.part(p.placement, float(self.graph.refs[p.tensor].bytes))
+        return known
 
     def stored_bytes(self) -> Vector:
         """What is there all the time: parameters, optimizer state, buffers, the batch (of a stage, what it receives of one micro-batch)."""
@@ -78,14 +86,14 @@ class LocalSizes:
 
     def sum(self, sizes: Sizes, placements: Mapping[str, Placement]) -> Vector:
         """Bytes per kind of several tensors."""
-        total = np.zeros(len(self.exact.kinds))
+        total = self.none
         for name, size in sizes:
             total = total + self.part(placements[name], size)
         return total
 
     def temporaries(self, sizes: Sizes, node: Node, placements: Mapping[str, Placement]) -> Vector:
         """`sizes`, and what the node's kernel copies into a layout of its own."""
-        total = self.sum(sizes, placements)
+        total = self.sum(sizes, placements) if sizes else self.none
         for name, channels in reordered(self.graph, node):
             total = total + self._in_vectors(self.graph.refs[name], placements[name], channels)
         return total

@@ -14,6 +14,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from hapx.cost.compute import ATTENTION, FACTORS, differentiable, hidden, is_view, tensor
+from hapx.cost.once import once, once_per_node
 from hapx.cost.saves import SAVES_OF_SMALL
 from hapx.errors import HapError
 from hapx.ir import FLOATING, Graph, Kind, Node, Region, TensorRef, iter_refs
@@ -84,6 +85,11 @@ def storage_bytes(ref: TensorRef, states: int, training: bool) -> float:
 
 def saved(node: Node, graph: Graph) -> tuple[str, ...]:
     """Names of the operands and outputs that the node keeps for its backward."""
+    return _saved(graph, node)
+
+
+@once_per_node
+def _saved(graph: Graph, node: Node) -> tuple[str, ...]:
     call = node.call
     if not differentiable(graph, node) or is_view(graph, node):
         return ()
@@ -117,6 +123,7 @@ def base_of(graph: Graph, name: str) -> str | None:
     return graph.nodes[producer].call.refs()[0]
 
 
+@once
 def kept(graph: Graph) -> frozenset[str]:
     """Names of all tensors whose storage somebody keeps for backward: the saved ones and everything they are views of. A checkpoint region
     keeps its inputs instead of what its nodes would save (see `forgotten`)."""
@@ -142,6 +149,7 @@ def checkpoints(graph: Graph) -> list[Region]:
     return [r for r in graph.regions if r.kind == "checkpoint"]
 
 
+@once
 def forgotten(graph: Graph) -> frozenset[str]:
     """Outputs of the nodes that keep nothing for backward because a checkpoint region computes them again: those of all regions but the
     one that saves most. While a region is computed again its tensors are there; one region at a time, so that one counts as if it were none."""
@@ -165,6 +173,7 @@ def _node_bytes(graph: Graph, node: Node, kept_names: frozenset[str], skipped: b
     return made + (0.0 if skipped else sum(size for _, size in hidden(graph, node)))
 
 
+@once
 def converted_again(graph: Graph) -> frozenset[str]:
     """Tensors that only nodes of checkpoint regions use: their conversions are part of the regions, and carried out again in backward."""
     given = {o.tensor for o in graph.outputs}

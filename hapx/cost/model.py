@@ -11,7 +11,7 @@ their terms; in eval mode there is no backward, no kept activation and no gradie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -98,6 +98,7 @@ class CostModel:
         self._converted_again = memory.converted_again(self.graph) if mode == "train" else frozenset()
         self._signatures: dict[int, int] = {}
         self._number = _Numbers()
+        self._forms: dict[int, tuple[Triple, Any]] = {}  # by identity of a triple
         self._see(View(theory.mesh, cluster, lengths))
 
     def _see(self, view: View) -> None:
@@ -112,10 +113,11 @@ class CostModel:
         self.capacity: Vector = np.array(view.worst(lambda d: cluster.type_of(d).memory, min)) * (1.0 - memory.RESERVE)
         self.launch = view.worst(lambda d: cluster.type_of(d).kernel_latency)
         self.per_byte = view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
+        self._nothing = (0.0,) * len(self.kinds)
         self._per_flop: dict[str, tuple[float, ...]] = {}
-        self._by_triple: dict[int, tuple[Triple, StepCost]] = {}
-        self._by_form: dict[Any, StepCost] = {}
+        self._by_form: dict[int, StepCost] = {}
         self._conversions: dict[Any, StepCost] = {}
+        self._updates: dict[tuple[float, Placement], Term] = {}
         self._steps: dict[Any, tuple[list[CommunicationCost], Piece, Piece]] = {}
 
     def at_lengths(self, lengths: Lengths) -> CostModel:
@@ -139,8 +141,11 @@ class CostModel:
         """Seconds that the optimizer takes per iteration to update what a device keeps of a parameter."""
         training = self.mode == "train" and ref.requires_grad and ref.kind is Kind.PARAMETER
         moved = UPDATE_PASSES * memory.storage_bytes(ref, self._states, True) if training else 0.0
-        term = self._stored(ref, placement, moved / self.repeats, bound=False)
-        return Term(tuple(p.scaled(self.per_byte) for p in term.pieces))
+        key = (moved, placement)
+        if key not in self._updates:
+            term = self._stored(ref, placement, moved / self.repeats, bound=False)
+            self._updates[key] = Term(tuple(p.scaled(self.per_byte) for p in term.pieces))
+        return self._updates[key]
 
     def _stored(self, ref: TensorRef, placement: Placement, size: float, bound: bool) -> Term:
         return Term((self._part(placement, size, bound),))
@@ -153,23 +158,38 @@ class CostModel:
 
     def instruction(self, triple: Triple) -> StepCost:
         """Cost of a node's triple, composites with their communication included."""
-        known = self._by_triple.get(id(triple))
-        if known is not None and known[0] is triple:
-            return known[1]
+        known = self._forms.get(id(triple))
+        if known is None or known[0] is not triple:
+            known = self._forms[id(triple)] = triple, self._number.of_value(self._form(triple))
+        found = self._by_form.get(known[1])
+        if found is None:
+            assert triple.node is not None and isinstance(triple.body, OpCall)
+            found = self._by_form[known[1]] = self._instruction(triple, self.graph.nodes[triple.node], triple.body)
+        return found
+
+    def _form(self, triple: Triple) -> Any:
+        """Equal for triples whose costs are equal at any lengths."""
         assert triple.node is not None and isinstance(triple.body, OpCall), f"not an instruction: {triple}"
         signature = self._signatures.get(triple.node)
         if signature is None:
-            signature = self._signatures[triple.node] = self._number.of_value(self._signature(self.graph.nodes[triple.node]))
+            signature = self._signatures[triple.node] = self._number.of_value(self._signature(triple.node, self.graph.nodes[triple.node]))
         local = tuple(v for n, v in triple.body.args if isinstance(v, Axes) or n == "form") if triple.body.target.startswith("hapx.") else ()
         where = tuple([self._number.of_placement(p.placement) for p in (*triple.pre, *triple.post)])
-        key = (signature, where, tuple([self._number(cut) for cut in triple.work]), local)
-        if key not in self._by_form:
-            self._by_form[key] = self._instruction(triple, self.graph.nodes[triple.node], triple.body)
-        self._by_triple[id(triple)] = (triple, self._by_form[key])
-        return self._by_form[key]
+        return signature, where, tuple([self._number(cut) for cut in triple.work]), local
 
-    def _signature(self, node: Node) -> Any:
+    def _signature_of_alike(self, node: Node, number: int) -> Any:
+        """Of nodes that call one operator with the same constants on the same shapes and dtypes, what else costs depend on."""
+        names = (*node.call.refs(), *(o.name for o in node.outputs))
+        refs = self.graph.refs
+        tensors = tuple([(refs[n].kind, n in self._kept, names.index(n)) for n in names])
+        first = node.outputs[0].name
+        again = first in self.graph.recomputed, first in self._forgotten
+        return number, tensors, is_view(self.graph, node), again, tuple([dtype for _, dtype in node.casts])
+
+    def _signature(self, index: int, node: Node) -> Any:
         """Equal for nodes whose costs are equal in equal placements."""
+        if self.theory.alike:
+            return self._signature_of_alike(node, self.theory.alike[index])
         names = (*node.call.refs(), *(o.name for o in node.outputs))
         refs = [self.graph.refs[n] for n in names]
         tensors = tuple((r.shape, r.dtype, r.kind, r.requires_grad, r.name in self._kept, names.index(r.name)) for r in refs)
@@ -199,12 +219,21 @@ class CostModel:
         if precision not in self._per_flop:
             self._per_flop[precision] = self.view.worst(lambda d: 1.0 / self.cluster.type_of(d).speed(precision))
         launch = self._launches(kernels)
-        carried = reduce(add, (self._part(placements[name], size) for name, size in moved), self.view.constant(0.0))
-        pieces = [carried.scaled(self.per_byte) + launch]
+        pieces = [self._together(moved, placements).scaled(self.per_byte) + launch]
         return maximum(pieces if flops.zero else [flops.scaled(self._per_flop[precision]) + launch, *pieces])
 
     def _launches(self, kernels: float) -> Piece:
         return Piece(tuple(kernels * seconds for seconds in self.launch))
+
+    def _together(self, sizes: Iterable[tuple[str, float]], placements: Mapping[str, Placement]) -> Piece:
+        """Bytes that a device has of several tensors."""
+        const, slopes = self._nothing, dict[Cut, tuple[float, ...]]()
+        for name, size in sizes:
+            part = self.view.fraction(placements[name])
+            const = tuple([c + size * p for c, p in zip(const, part.const, strict=True)])
+            for cut, slope in part.slopes:
+                slopes[cut] = tuple([c + size * p for c, p in zip(slopes.get(cut, self._nothing), slope, strict=True)])
+        return Piece(const, tuple(slopes.items()))
 
     def _backward(self, node: Node, body: OpCall, does: Work, cuts: tuple[Cut | None, ...], placements: Mapping[str, Placement]) -> Term | None:
         """With sufficient factors, the weight's gradient is made whole on every device of the axes that gather them."""

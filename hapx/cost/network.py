@@ -69,6 +69,15 @@ class AxisLinks:
     def pieces(self, collective: str, form: Form = Form.PADDED) -> list[Weights]:
         """The time of a collective as the maximum of pieces a x first + b x second + c, one number per kind each. first and second are bytes on a
         device: of an all_reduce (the whole, the whole), of an all_gather (the shard, the whole), of an all_to_all (before, after)."""
+        if (collective, form) not in self._pieces:
+            self._pieces[collective, form] = self._of_collective(collective, form)
+        return self._pieces[collective, form]
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[str, Form], list[Weights]]:
+        return {}
+
+    def _of_collective(self, collective: str, form: Form) -> list[Weights]:
         m, none = self.size, (0.0,) * len(self.ring)
         if m == 1:
             return []

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hapx.cost.edges import Array
+from hapx.cost.edges import Array, Numbers
 from hapx.synth.effect import Vector
 from hapx.synth.moves import Moves
 from hapx.synth.problem import Problem
@@ -31,25 +31,12 @@ class Bound:
         self.none: Vector = (0.0,) * len(self.relaxation.weights)
         self._parts: dict[tuple[int, int, int, int], Vector] = {}
         self._at: list[dict[int, Vector]] = [{} for _ in range(len(problem.steps) + 1)]
-        self._bounds: dict[tuple[int, int], list[int]] = {}
+        self._bounds: dict[tuple[int, int], tuple[Numbers, bool]] = {}
+        self._rows: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._known: dict[tuple[int, int], tuple[Weighted, Array]] = {}
         self._several: dict[tuple[int, str, int, int], list[Array]] = {}
         self._steps: dict[tuple[int, int, int], Array] = {}
-        self._lives()
-
-    def _lives(self) -> None:
-        """Per level, of the parameters that are live the next use (level, slot) and their bits, and of the other values their bits."""
-        self._live: list[tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]] = []
-        self._tracked: list[list[tuple[str, TensorTable, int]]] = []  # of the other values name, table and next use
-        following: dict[str, tuple[int, int]] = {}
-        for level in range(len(self.problem.steps) - 1, -1, -1):
-            step = self.problem.steps[level]
-            following |= {name: (level, slot) for slot, name in enumerate(step.tensors)}
-            stored = [(*following[n], shift, t.full) for n, t, shift in step.live if t.stored]
-            self._live.append((stored, [(shift, t.full) for _, t, shift in step.live if not t.stored]))
-            self._tracked.append([(n, t, following[n][0]) for n, t, _ in step.live if not t.stored])
-        self._live.reverse()
-        self._tracked.reverse()
+        self.outline = self.relaxation.outline
 
     def rest(self, level: int, place: int) -> Vector:
         """Per weight vector, a lower bound of the cost of steps `level` and later when `place` is available."""
@@ -90,15 +77,15 @@ class Bound:
         return self._steps[key]
 
     def _context(self, level: int, place: int) -> Context:
-        return self.relaxation.context(tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self._live[level][0]]))
+        return self.relaxation.context(tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self.outline.stored[level]]))
 
     def _rest(self, level: int, place: int) -> Vector:
         if level == len(self.problem.steps):
             return self.none
-        context, others = self._context(level, place), self._live[level][1]
+        context = self._context(level, place)
         found = [self._part(level, context, -1, 0)]
-        for i, (shift, full) in enumerate(others):
-            found.append(self._part(level, context, i, place >> shift & full))
+        for i, (_, table, _, shift) in enumerate(self.outline.values[level]):
+            found.append(self._part(level, context, i, place >> shift & table.full))
         return found[0] if len(found) == 1 else tuple(map(max, *found))
 
     def _part(self, level: int, context: Context, value: int, mask: int) -> Vector:
@@ -109,16 +96,16 @@ class Bound:
                 rows, offset = self.relaxation.rows(context, level)
                 best = rows[""][0] + offset
             else:
-                best = self._available(context, level, *self._tracked[level][value], mask)
+                name, table, use, _ = self.outline.values[level][value]
+                best = self._available(context, level, name, table, use, mask)
             self._parts[key] = tuple((best + context.more if level < context.bottom else best).tolist())
         return self._parts[key]
 
     def _available(self, context: Context, level: int, name: str, table: TensorTable, use: int, mask: int) -> Array:
         """The bound by one value that is available in `mask` and used next at `use`; below the context's bottom without what the context adds."""
-        bounding = self._bounding(table, mask)
         rows, offset = self.relaxation.rows(context, level)
-        best: Array = rows[name][bounding].max(axis=0) + offset
-        if all(self.relaxation.sets(table)[i] != mask for i in bounding):
+        best: Array = self._row(rows[name], table, mask) + offset
+        if not self._bounding(table, mask)[1]:
             best = np.maximum(best, self._set(context, level, name, table, use, mask))
         return best
 
@@ -144,14 +131,14 @@ class Bound:
         if not step.kind.slots[slot].live:
             return (cost + weighted.total(then)).min(axis=0)  # type: ignore[no-any-return]
         rows, offset = self.relaxation.rows(context, level + 1)
-        following = next(u for n, _, u in self._tracked[level + 1] if n == name)
+        following = next(u for n, _, u, _ in self.outline.values[level + 1] if n == name)
         after: dict[int, Array] = {}
         for target in dict.fromkeys(needs.tolist()):
             more = mask | table.closure(target)
             if more == mask:
                 after[target] = self._available(context, level + 1, name, table, following, mask)
             else:
-                after[target] = rows[name][self._bounding(table, more)].max(axis=0) + offset
+                after[target] = self._row(rows[name], table, more) + offset
         return (cost + weighted.total(np.maximum(then, np.array([after[t] for t in needs.tolist()])))).min(axis=0)  # type: ignore[no-any-return]
 
     def _weighted(self, context: Context, level: int) -> tuple[Weighted, Array]:
@@ -160,9 +147,18 @@ class Bound:
             self._known[key] = self.relaxation.choices(context, level)
         return self._known[key]
 
-    def _bounding(self, table: TensorTable, mask: int) -> list[int]:
-        """The rows of all that includes `mask`: any of them bounds it."""
+    def _row(self, rows: Array, table: TensorTable, mask: int) -> Array:
+        """The bound of what is available in `mask` by the rows of a table; those of equal layers are one array."""
+        key = id(rows), mask
+        known = self._rows.get(key)
+        if known is None:  # held with the array, whose identity stays its own
+            known = self._rows[key] = rows, np.maximum.reduce(rows[self._bounding(table, mask)[0]], axis=0)
+        return known[1]
+
+    def _bounding(self, table: TensorTable, mask: int) -> tuple[Numbers, bool]:
+        """The rows of all that includes `mask`: any of them bounds it; and whether there is one for just this."""
         key = id(table), mask
         if key not in self._bounds:
-            self._bounds[key] = [i for i, known in enumerate(self.relaxation.sets(table)) if known & mask == mask]
+            sets = self.outline.sets(table)
+            self._bounds[key] = np.array([i for i, known in enumerate(sets) if known & mask == mask]), mask in sets
         return self._bounds[key]

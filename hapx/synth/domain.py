@@ -70,7 +70,6 @@ class Synthesis:
         self.repetition: Repetition = self.bound.relaxation.repetition
         self.only: Mapping[int, Mask] | None = None  # by id of a step class, the choices that are looked at
         self.bounded = self.unfit = 0  # what was not followed: for the bound, for the limits
-        self._alike: dict[int, list[tuple[int, int, int]] | None] = {}
         self._expanded: list[dict[tuple[int, int], list[tuple[Move, int]]]] = [{} for _ in problem.steps]
         self._parts: dict[int, list[tuple[int, int, int]]] = {}
         self._left = self._least_memory() if limits is not None else []
@@ -126,20 +125,20 @@ class Synthesis:
         made = self._round(state)
         if made is None:
             return None
-        if self._repeats(state.level, len(made)):
+        if self.repetition.jump(state.level) is not None:
             return self._leap(state, made, limit)
         moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads, made[0].choice.index)
         return list(self._follow(state, [m for m in moves if m[0] is made[0]], limit))
 
     def leaps(self, state: State, limit: float) -> list[State]:
         """After all rounds that are left, where the last one ended as it had begun."""
-        made = self._round(state)
-        return self._leap(state, made, limit) if made is not None and self._repeats(state.level, len(made)) else []
+        made = self._round(state) if self.repetition.jump(state.level) is not None else None
+        return self._leap(state, made, limit) if made is not None else []
 
     def _round(self, state: State) -> list[Move] | None:
         """The moves of the last period, if every value was available before them as its counterpart is here."""
         period = self.repetition.before(state.level)
-        pairs = self._pairs(state.level, period) if period else None
+        pairs = self.repetition.pairs(state.level, period) if period else None
         if pairs is None:
             return None
         then, made = state, []
@@ -151,30 +150,12 @@ class Synthesis:
         same = all(state.place >> now & full == then.place >> before & full for now, before, full in pairs)
         return made[::-1] if same else None
 
-    def _repeats(self, level: int, period: int) -> bool:
-        """Whether all rounds that are left (at least two) are alike."""
-        times = self.repetition.rounds(level)
-        return times > 1 and all(self._pairs(level + i * period, period) is not None for i in range(1, times + 1))
-
     def _leap(self, state: State, made: list[Move], limit: float) -> list[State]:
-        times = self.repetition.rounds(state.level)
-        effect = repeated(reduce(compose, (m.effect for m in made)), times)
-        level, place = state.level, state.place
-        for _ in range(times):
-            level += len(made)
-            pairs = self._pairs(level, len(made))
-            assert pairs is not None, "checked by the caller"
-            place = sum((place >> before & full) << now for now, before, full in pairs)
-        return list(self._reached(state, level, place, effect, None, (len(made), times), limit))
-
-    def _pairs(self, level: int, period: int) -> list[tuple[int, int, int]] | None:
-        """Bits of every live value, of its counterpart one period before, and their mask; None if the two places are not alike."""
-        if level not in self._alike:
-            names = self.repetition.names(level - period)
-            shifts = {n: at for n, _, at in self.problem.steps[level].live}
-            earlier = self.problem.steps[level - period].live
-            self._alike[level] = [(shifts[names[n]], at, t.full) for n, t, at in earlier] if names is not None else None
-        return self._alike[level]
+        jump = self.repetition.jump(state.level)
+        assert jump is not None, "checked by the caller"
+        effect = repeated(reduce(compose, (m.effect for m in made)), jump.times)
+        place = sum((state.place >> before & full) << now for now, before, full in jump.pairs)
+        return list(self._reached(state, state.level + jump.times * len(made), place, effect, None, (len(made), jump.times), limit))
 
     def _follow(self, state: State, moves: list[tuple[Move, int]], limit: float) -> Iterator[State]:
         kept = state.place & self.problem.steps[state.level].keep

@@ -37,6 +37,9 @@ class Effect(NamedTuple):
         return self.const + pending / n
 
 
+_new = tuple.__new__  # an Effect without its constructor's checks of arguments: searches make very many
+
+
 def nothing(kinds: int) -> Effect:
     zero = (0.0,) * kinds
     return Effect(0.0, None, zero, None, zero, zero)
@@ -48,10 +51,13 @@ def plus(a: Vector, b: Vector) -> Vector:
 
 def compose(a: Effect, b: Effect) -> Effect:
     """First a, then b."""
-    forward_const, forward_pre, forward = _direction(a.forward_pre, a.forward, b.forward_pre, b.forward)
-    backward_const, backward_pre, backward = _direction(a.backward_pre, a.backward, b.backward_pre, b.backward)
-    const = a.const + b.const + forward_const + backward_const
-    return Effect(const, forward_pre, forward, backward_pre, backward, plus(a.memory, b.memory))
+    a_const, a_forward_pre, a_forward, a_backward_pre, a_backward, a_memory = a
+    b_const, b_forward_pre, b_forward, b_backward_pre, b_backward, b_memory = b
+    forward_const, forward_pre, forward = _direction(a_forward_pre, a_forward, b_forward_pre, b_forward)
+    backward_const, backward_pre, backward = _direction(a_backward_pre, a_backward, b_backward_pre, b_backward)
+    const = a_const + b_const + forward_const + backward_const
+    memory = tuple(map(add, a_memory, b_memory))
+    return _new(Effect, (const, forward_pre, forward, backward_pre, backward, memory))
 
 
 def repeated(once: Effect, times: int) -> Effect:
@@ -67,9 +73,9 @@ def repeated(once: Effect, times: int) -> Effect:
 
 def _direction(a_pre: Vector | None, a: Vector, b_pre: Vector | None, b: Vector) -> tuple[float, Vector | None, Vector]:
     if b_pre is None:
-        return 0.0, a_pre, plus(a, b)
+        return 0.0, a_pre, tuple(map(add, a, b))
     if a_pre is None:
-        return 0.0, plus(a, b_pre), b
+        return 0.0, tuple(map(add, a, b_pre)), b
     return max(map(add, a, b_pre)), a_pre, b
 
 
@@ -101,16 +107,20 @@ Event = tuple[Literal["forward", "backward", "synchronise"], Vector, bool]
 def effect(events: Iterable[Event], forward: Vector, backward: Vector, memory: Vector) -> Effect:
     """The effect of communications (direction, value per kind, cuts) in order, followed by compute. A collective that cuts takes the
     maximum over kinds; "synchronise" also does, but cuts nothing."""
-    zero = (0.0,) * len(forward)
-    result = Effect(0.0, None, zero, None, zero, memory)
+    const, zero = 0.0, (0.0,) * len(forward)
+    pre: dict[str, Vector | None] = {"forward": None, "backward": None}  # what runs before the first communication that cuts
+    now = {"forward": zero, "backward": zero}
     for direction, value, cuts in events:
-        cost = max(value)
         if direction == "synchronise":
-            result = result._replace(const=result.const + cost)
-        elif direction == "forward":
-            step = Effect(cost, zero, zero, None, zero, zero) if cuts else Effect(0.0, None, value, None, zero, zero)
-            result = compose(result, step)
+            const += max(value)
+        elif not cuts:
+            now[direction] = tuple(map(add, now[direction], value))
         else:
-            step = Effect(cost, None, zero, zero, zero, zero) if cuts else Effect(0.0, None, zero, None, value, zero)
-            result = compose(result, step)
-    return compose(result, Effect(0.0, None, forward, None, backward, zero))
+            const += max(value)
+            if pre[direction] is None:
+                pre[direction] = now[direction]
+            else:
+                const += max(now[direction])
+            now[direction] = zero
+    after = tuple(map(add, now["forward"], forward)), tuple(map(add, now["backward"], backward))
+    return _new(Effect, (const, pre["forward"], after[0], pre["backward"], after[1], memory))

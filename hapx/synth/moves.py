@@ -12,7 +12,6 @@ Invariant: for every way to do the step with a choice there is a move of that ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from operator import mul, truediv
 from typing import NamedTuple, TypeVar
 
@@ -162,7 +161,8 @@ class Moves:
         """The effect of one communication, without what it keeps in memory."""
         key = id(edge)
         if key not in self._edges:
-            self._edges[key] = self.values.effect(replace(edge.cost, memory=-1)) if self.capacity is None else self.nothing
+            c = edge.cost
+            self._edges[key] = self.values.effect(StepTerms(c.forward, c.backward, c.communication, -1)) if self.capacity is None else self.nothing
         return self._edges[key]
 
     def price(self, term: int) -> float:
@@ -190,8 +190,11 @@ class Moves:
         return self.nothing._replace(forward=tuple(map(truediv, effect.memory, self.capacity)), memory=effect.memory)
 
     def _undominated(self, items: Iterable[Item]) -> tuple[Item, ...]:
+        found = list(items)
+        if len(found) < 2:
+            return tuple(found)
         kept: list[Item] = []
-        for item in sorted(items, key=lambda x: (x.effect.weight, sum(x.effect.memory), -x.place.bit_count())):
+        for item in sorted(found, key=lambda x: (x.effect.weight, sum(x.effect.memory), -x.place.bit_count())):
             effect, place = item.effect, item.place
             if not any(other.place & place == place and cheaper(other.effect, effect, self.memory) for other in kept):
                 kept.append(item)

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from hapx.synth.problem import Step
 
 Names = dict[str, str]
+Pairs = tuple[tuple[int, int, int], ...]
+
+
+class Jump(NamedTuple):
+    """Over `times` rounds: bits of every value that is live after them, of the one that it stands for before them, and their mask."""
+
+    times: int
+    pairs: Pairs
 
 
 def periods(kinds: Sequence[int]) -> list[int]:
@@ -42,6 +51,9 @@ class Repetition:
                 self.uses.setdefault(name, []).append(k)
         self._before = {level + period: period for level, period in enumerate(self.period) if period}
         self._names: dict[int, Names | None] = {}
+        self._pairs: dict[tuple[int, int], Pairs | None] = {}
+        self._jumps: dict[int, Jump | None] = {}
+        self._continues: dict[int, bool] = {}
         self._ends: dict[int, int] = {}  # where the run of steps with one period ends
         for level in sorted(self._before, reverse=True):
             same = self._before.get(level + 1) == self._before[level]
@@ -54,6 +66,42 @@ class Repetition:
     def rounds(self, level: int) -> int:
         """How many whole periods from a level on repeat those before them."""
         return (self._ends[level] - level) // self._before[level] if level in self._before else 0
+
+    def pairs(self, level: int, period: int) -> Pairs | None:
+        """Bits of every value that is live before `level`, of its counterpart one period before, and their mask; None if the two places are not
+        alike. period: that of the step one period before."""
+        if level == len(self.steps):
+            return None
+        if (level, period) not in self._pairs:
+            before = level - period
+            names, shifts = self.names(before), {n: at for n, _, at in self.steps[level].live}
+            self._pairs[level, period] = (
+                tuple([(shifts[names[n]], at, t.full) for n, t, at in self.steps[before].live]) if names is not None else None
+            )
+        return self._pairs[level, period]
+
+    def jump(self, level: int) -> Jump | None:
+        """Over all rounds that are left from a level on, if there are at least two and they are alike."""
+        times = self.rounds(level)
+        return self._jump(level, times) if times > 1 else None
+
+    def _jump(self, level: int, times: int) -> Jump | None:
+        """From that of one round less, one period later."""
+        period, at = self._before[level], level
+        while at not in self._jumps and at < level + (times - 1) * period:
+            at += period
+        while at >= level:
+            if at not in self._jumps:
+                pairs, later = self.pairs(at + period, period), self._jumps.get(at + period)
+                if pairs is None or at == level + (times - 1) * period:
+                    self._jumps[at] = Jump(1, pairs) if pairs is not None else None
+                elif later is None:
+                    self._jumps[at] = None
+                else:
+                    origin = {now: before for now, before, _ in pairs}
+                    self._jumps[at] = Jump(later.times + 1, tuple([(now, origin[before], full) for now, before, full in later.pairs]))
+            at -= period
+        return self._jumps[level]
 
     def names(self, level: int) -> Names | None:
         """For every value that is live before `level`, the one that is used alike one period later; None if they are not alike."""
@@ -69,8 +117,14 @@ class Repetition:
         found = {name: other for name, table, _ in self.steps[level].live if there.get(other := self._later(name, level, period)) is table}
         return found if len(found) == len(self.steps[level].live) == len(there) == len(set(found.values())) else None
 
-    def continues(self, level: int, names: Names, after: Names) -> bool:
-        """Whether the step does with `names` what the step one period later does, given the names after it."""
+    def continues(self, level: int) -> bool:
+        """Whether the step does with what is live what the step one period later does."""
+        if level not in self._continues:
+            names, after = self.names(level), self.names(level + 1)
+            self._continues[level] = names is not None and after is not None and self._does(level, names, after)
+        return self._continues[level]
+
+    def _does(self, level: int, names: Names, after: Names) -> bool:
         step, other = self.steps[level], self.steps[level + self.period[level]]
         made = zip(step.outputs, step.kind.results, other.outputs, strict=True)
         return all(after.get(n) == o for n, result, o in made if result.live) and all(names.get(n, o) == o for n, o in after.items() if n in names)

@@ -114,8 +114,10 @@ class Problem:
     seeds: list[Mapping[int, Any]] | None = None  # see `hapx.synth.seeds`; made when first searched
     watch: Callable[[int, float, float | None], None] | None = None  # see `hapx.synth.astar.Watch`
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
+    written: dict[Any, Any] = field(default_factory=dict)  # by choices, what `hapx.synth.writer` made of them
     repetition: Any = None  # see `hapx.synth.periods`; made when first searched
     grid: Any = None  # see `hapx.synth.grid`; made when first searched
+    outline: Any = None  # see `hapx.synth.outline`; made when first searched
 
 
 def build(
@@ -139,9 +141,12 @@ class _Builder:
         self.terms = TermTable(len(costs.kinds))
         self.ids: dict[Placement, int] = {}
         self.by_object: dict[int, int] = {}
+        self.by_tuple: dict[int, tuple[tuple[Placement, ...], tuple[int, ...]]] = {}
         self.placements: list[Placement] = []
-        self.triples = [self._filter(i, ts) for i, ts in enumerate(theory.triples)]
-        self.alike = self._alike()
+        # alike nodes keep the same triples where what is left does not depend on names
+        self.nameless = bool(theory.alike) and restriction.split == "auto" and forbidden == NOTHING
+        self.triples = self._filtered()
+        self.alike: Sequence[int] = theory.alike if self.nameless else self._alike()
         self.forgotten = forgotten(self.graph) if theory.alike and self.graph.mode == "train" else frozenset()
         self.known: dict[Any, StepClass] = {}
         self.stored = {name: self._stored(name) for name in theory.stored}
@@ -167,6 +172,16 @@ class _Builder:
         return found
 
     # -- what the restriction leaves -------------------------------------------------------------------------------------------------------------
+
+    def _filtered(self) -> list[list[Triple]]:
+        if not self.nameless:
+            return [self._filter(i, ts) for i, ts in enumerate(self.theory.triples)]
+        left: dict[int, list[int]] = {}  # by alike nodes
+        for i, (number, ts) in enumerate(zip(self.theory.alike, self.theory.triples, strict=True)):
+            if number not in left:
+                kept = set(map(id, self._filter(i, ts)))
+                left[number] = [k for k, t in enumerate(ts) if id(t) in kept]
+        return [[ts[k] for k in left[number]] for number, ts in zip(self.theory.alike, self.theory.triples, strict=True)]
 
     def _filter(self, node: int, triples: tuple[Triple, ...]) -> list[Triple]:
         allowed = [t for t in triples if self._split_allowed(t) and form_allowed(t.body, self.rule.forms) and not self.forbidden.triple(t)]
@@ -201,7 +216,7 @@ class _Builder:
         """Placements in which a parameter may be stored; "sharded": only those in the most shards, each with a unit for every device."""
         if name in self.given:
             return (self.given[name],)
-        options = self.theory.stored[name]
+        options = self.theory.stored[name]  # one object for all parameters that may be stored alike
         if not self.rule.storage.startswith("sharded") or self.graph.refs[name].kind is not Kind.PARAMETER:
             return options
         sizes = self.theory.mesh.sizes
@@ -232,6 +247,12 @@ class _Builder:
             self.by_object[id(placement)] = number
         return number
 
+    def _ids(self, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+        known = self.by_tuple.get(id(placements))
+        if known is None:  # held, so that its identity stays its own
+            known = self.by_tuple[id(placements)] = placements, tuple([self._id(p) for p in placements])
+        return known[1]
+
     def _tables(self) -> dict[str, TensorTable]:
         whole = Placement((REPLICATED,) * len(self.theory.mesh.axes))
         found: dict[str, set[int]] = {}
@@ -246,14 +267,13 @@ class _Builder:
         extra = [*self.stored.items(), *self.theory.outputs.items()]
         extra += [(r.name, (whole,)) for r in sources(self.graph)]
         for name, placements in extra:
-            for placement in placements:
-                found.setdefault(name, set()).add(self._id(placement))
+            found.setdefault(name, set()).update(self._ids(placements))
         shared: dict[Any, TensorTable] = {}
         return {name: self._table(name, tuple(sorted(ids)), shared) for name, ids in found.items()}
 
     def _table(self, name: str, ids: tuple[int, ...], shared: dict[Any, TensorTable]) -> TensorTable:
         ref = self.graph.refs[name]
-        stored = tuple(self._id(p) for p in self.stored.get(name, ()))
+        stored = self._ids(self.stored.get(name, ()))
         forbidden = self.forbidden.of(name)
         key = (ref.shape, ref.dtype, ref.kind, ref.requires_grad, name in self.saved, name in self.again, ids, stored, forbidden)
         if key not in shared:

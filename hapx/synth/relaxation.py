@@ -24,8 +24,8 @@ Invariant: never more than the true cost of the rest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import combinations
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ import numpy as np
 from hapx.cost.edges import Array, Mask, Numbers
 from hapx.synth.grid import Grid, Prices, Weights
 from hapx.synth.moves import Moves
+from hapx.synth.outline import Outline
 from hapx.synth.periods import Names, Repetition
 from hapx.synth.problem import Problem, Step, StepClass
 from hapx.synth.tables import TensorTable, bits
@@ -40,7 +41,6 @@ from hapx.transposes import forward_collective
 
 LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
 DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
-PAIRS = 100  # sets of two placements that the tables have rows for, if there are not more of them
 Rows = dict[str, Array]
 
 
@@ -99,6 +99,12 @@ class Context(NamedTuple):
     uses: tuple[Use, ...]
 
 
+def _least(values: Array) -> Array:
+    """(row, choice, weights) -> the least over the choices."""
+    found: Array = np.minimum.reduce(values, axis=1)
+    return found
+
+
 class Relaxation:
     """Tables of the relaxed problem at the prices and shares of `moves`. Public: what `hapx.synth.bound` reads."""
 
@@ -116,8 +122,6 @@ class Relaxation:
         self._directs: dict[int, Array] = {}
         self._converted: dict[int, Array] = {}
         self._classes: dict[tuple[int, tuple[bool, ...]], Weighted] = {}
-        self._after: dict[int, Numbers] = {}
-        self._sets: dict[int, list[int]] = {}
         self._contexts: dict[tuple[Use, ...], Context] = {}
         # the table before level k is _base[k] + _offsets[k]
         self._base: list[Rows] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
@@ -125,7 +129,13 @@ class Relaxation:
         if problem.repetition is None:
             problem.repetition = Repetition(problem.steps)
         self.repetition: Repetition = problem.repetition
-        self._tabulate()
+        if problem.outline is None:
+            problem.outline = Outline(problem.steps)
+        self.outline: Outline = problem.outline
+        of_class = {id(kind): self.cutting(kind) for kind in problem.classes}
+        cutting = [of_class[id(s.kind)] for s in problem.steps]
+        self._cutting = cutting.index(True) + 1 if any(cutting) else len(cutting) + 1  # from which level on there is such a step before
+        self._tabulate(cutting)
 
     def rows(self, context: Context, level: int) -> tuple[Rows, Array]:
         """The table before a level, and what is to be added to it; below the context's bottom without what the context adds."""
@@ -159,31 +169,31 @@ class Relaxation:
             finite = np.where(np.isfinite(added), added, more)
             even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + self._base[level][""].max())).all())
             if level == 0 or (level <= bottom and even) or top - level >= self.deepest:
-                if any(self.cutting(s.kind) for s in self.problem.steps[:level]):
+                if level >= self._cutting:
                     more = np.full_like(more, more.min())  # see `_tabulate`
                 return Context(level, rows[::-1], self._offsets[top + 1], more if level <= bottom else np.zeros(len(self.weights)), uses)
             level -= 1
 
-    def _tabulate(self) -> None:
-        """The general tables, from the last step backward."""
+    def _tabulate(self, cutting: Sequence[bool]) -> None:
+        """The general tables, from the last step backward. cutting: per step, see there."""
         steps = self.problem.steps
-        repetition = self.repetition
-        same: Names | None = None  # names one period later, where the tables after this step are those of one period later plus `delta`
+        repetition, first = self.repetition, self.outline.first
+        same = False  # whether the tables after this step are those of one period later plus `delta`
         delta = self._offsets[-1]
         for level in range(len(steps) - 1, -1, -1):
             later = level + repetition.period[level]
             names = repetition.names(level)
-            if self.cutting(steps[level].kind):  # what is larger by a number per weight may not be so before a cut
-                same = None
-            if names is not None and same is not None and repetition.continues(level, names, same) and self._first(level) == self._first(later):
-                self._base[level] = {n: self._base[later][names.get(n, "")] for n in ("", *(n for n, t, _ in steps[level].live if not t.stored))}
+            if cutting[level]:  # what is larger by a number per weight may not be so before a cut
+                same = False
+            if names is not None and same and repetition.continues(level) and first[level] == first[later]:
+                before = self._base[later]
+                self._base[level] = {n: before[names.get(n, "")] for n in self.outline.names[level]}
                 self._offsets[level] = self._offsets[later] + delta
-                same = names
                 continue
             self._step(level, self._base[level], self._base[level + 1], [], self._offsets[level + 1])
             self._offsets[level] = self._offsets[level + 1]
             found = self._constant(level, later, names) if names is not None else None
-            same, delta = (names, found) if found is not None else (None, delta)
+            same, delta = (True, found) if found is not None else (False, delta)
 
     def _constant(self, level: int, later: int, names: Names) -> Array | None:
         """What is added to the table of `later` to have that of `level`, None if it is not (nearly) one number per weight: the least, so that the
@@ -198,20 +208,13 @@ class Relaxation:
         least: Array = np.nanmin(added, axis=0)
         return least if (np.nanmax(added, axis=0) - least <= LOSS * np.abs(least) + 1e-13 * (left[0] + self._offsets[level])).all() else None
 
-    def _first(self, level: int) -> tuple[bool, ...]:
-        """Per slot, whether it is a parameter used for the first time."""
-        step = self.problem.steps[level]
-        known = {n for n, _, _ in step.live}
-        return tuple(bool(s.table.stored) and s.fixed is None and n not in known for n, s in zip(step.tensors, step.kind.slots, strict=True))
-
     def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use], offset: Array) -> None:
         """The table before a step from that after it; `offset` is to be added to both."""
         step = self.problem.steps[level]
         weighted, then = self._choices(level, after, uses)
-        rows[""] = self._total(weighted, then, offset).min(axis=0, keepdims=True)
-        for name, table, _ in step.live:
-            if not table.stored:
-                rows[name] = self._value(step, name, table, weighted, then, after, offset)
+        rows[""] = np.minimum.reduce(self._total(weighted, then, offset), axis=0, keepdims=True)
+        for name, table, _, _ in self.outline.values[level]:
+            rows[name] = self._value(step, name, table, weighted, then, after, offset)
 
     def _total(self, weighted: Weighted, rest: Array, offset: Array) -> Array:
         """As `Weighted.total`, of bounds to which `offset` is to be added."""
@@ -227,14 +230,14 @@ class Relaxation:
     def _choices(self, level: int, after: Rows, uses: list[Use]) -> tuple[Weighted, Array]:
         """The step's choices with its `uses` priced; after each, the bound by its results alone."""
         step = self.problem.steps[level]
-        weighted = self._weighted(step.kind, self._first(level))
+        weighted = self._weighted(step.kind, self.outline.first[level])
         for use in uses:
             table = step.kind.slots[use.slot].table
             inside = list(bits(use.mask))
             cost = self._direct(table)[inside].min(axis=0)
             cost[inside] = 0.0
-            weighted = replace(weighted, base=weighted.base + cost[weighted.needs[use.slot]])
-        then = np.broadcast_to(after[""], weighted.base.shape)
+            weighted = Weighted(weighted.base + cost[weighted.needs[use.slot]], weighted.needs, weighted.gives, weighted.cuts)
+        then = after[""]  # the same after every choice
         for name, result, gives in zip(step.outputs, step.kind.results, weighted.gives, strict=True):
             if result.live:
                 then = np.maximum(then, after[name][gives])
@@ -242,19 +245,17 @@ class Relaxation:
 
     def _value(self, step: Step, name: str, table: TensorTable, weighted: Weighted, then: Array, after: Rows, offset: Array) -> Array:
         if name not in step.tensors:
-            return self._total(weighted, np.maximum(then[None], after[name][:, None]), offset).min(axis=1)  # type: ignore[no-any-return]
+            return _least(self._total(weighted, np.maximum(then[None], after[name][:, None]), offset))
         slot = step.tensors.index(name)
         needs = weighted.needs[slot]
-        rest = np.maximum(then[None], after[name][self._afterwards(table)[:, needs]]) if step.kind.slots[slot].live else then[None]
-        return (self.conversions(table)[:, needs] + self._total(weighted, rest, offset)).min(axis=1)  # type: ignore[no-any-return]
+        rest = np.maximum(then[None], after[name][self.outline.afterwards(table)[:, needs]]) if step.kind.slots[slot].live else then[None]
+        return _least(self.conversions(table)[:, needs] + self._total(weighted, rest, offset))
 
     def _weighted(self, kind: StepClass, first: tuple[bool, ...]) -> Weighted:
         """`first`: slots that are parameters used for the first time here."""
         key = id(kind), first
         if key not in self._classes:
-            last = [dict(reversed(c.needs)) for c in kind.choices]  # one placement per slot; a second one can only cost more
-            needs = tuple(np.array([n[i] for n in last]) for i in range(len(kind.slots)))
-            gives = tuple(np.array([c.gives[i] for c in kind.choices]) for i in range(len(kind.results)))
+            needs, gives = self.outline.ends(kind)
             base, cuts = self._own(kind)
             for slot, of_slot, own in zip(kind.slots, needs, first, strict=True):
                 if slot.fixed == 0 or own:
@@ -291,37 +292,13 @@ class Relaxation:
             self._firsts[key] = cost.min(axis=0)
         return self._firsts[key]
 
-    def sets(self, table: TensorTable) -> list[int]:
-        """The masks that a table has rows for: what one placement gives for free, anything, and what two placements give together."""
-        if id(table) not in self._sets:
-            closures = [table.closure(i) for i in range(len(table.placements))]
-            found = [*closures, table.full]
-            together = {a | b: None for a, b in combinations(dict.fromkeys(closures), 2)}
-            pairs = [mask for mask in together if mask not in found]
-            self._sets[id(table)] = found + pairs if len(pairs) <= PAIRS else found
-        return self._sets[id(table)]
-
-    def _afterwards(self, table: TensorTable) -> Numbers:
-        """(row, target) -> the row of what is available after the conversion; of "anything" where there is none."""
-        if id(table) not in self._after:
-            n, sets = len(table.placements), self.sets(table)
-            row = {mask: i for i, mask in reversed(list(enumerate(sets)))}
-            found = [[r if mask >> t & 1 else row.get(mask | table.closure(t), n) for t in range(n)] for r, mask in enumerate(sets)]
-            found[n] = [n] * n
-            self._after[id(table)] = np.array(found)
-        return self._after[id(table)]
-
     def conversions(self, table: TensorTable) -> Array:
         """(row, target) -> the least weighted cost of a conversion from anything that is available in the row; nothing for "anything"."""
         if id(table) not in self._converted:
-            n, sets = len(table.placements), self.sets(table)
-            direct = self._direct(table)
-            rows = np.zeros((len(sets), n, len(self.weights)))
-            for r, mask in enumerate(sets):
-                if r != n:
-                    sources = list(bits(mask))
-                    rows[r] = direct[sources].min(axis=0)
-                    rows[r][sources] = 0.0
+            n, direct, inside = len(table.placements), self._direct(table), self.outline.inside(table)
+            rows = np.minimum.reduce(np.where(inside[:, :, None, None], direct[None], np.inf), axis=1)
+            rows[inside] = 0.0
+            rows[n] = 0.0
             self._converted[id(table)] = rows
         return self._converted[id(table)]
 

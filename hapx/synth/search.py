@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from operator import le
 
 from hapx.cost.model import CostModel, StepCost
@@ -61,12 +62,16 @@ def solve(problem: Problem, shares: Shares, limits: Vector | None, key: ProgramK
 
 
 def attempt(
-    problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None, exact: bool = True
+    problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None, exact: bool = True, above: float = inf
 ) -> tuple[Solution | None, tuple[Solution, ...]]:
     """As `solve`, with what other ratios may make fit where memory binds: the cheapest program, and the one of least memory if nothing was found.
-    exact: small problems where memory binds are searched to the end; otherwise only with prices of memory."""
+    exact: small problems where memory binds are searched to the end; otherwise only with prices of memory. above: seconds; nothing at all where the
+    bound says that every program takes more."""
     statistics = Statistics()
     domain = Synthesis(problem, shares, None)
+    start = domain.start()
+    if start is not None and start.estimate > above:
+        return None, ()
     best = _search(domain, statistics)
     if best is None:
         raise _stuck(problem)

@@ -22,7 +22,7 @@ from hapx.restriction import Restriction
 from hapx.states import Invariant, Placement, Replicated, Sharded, State
 from hapx.synth.effect import Effect, Vector, effect
 from hapx.synth.forbidden import Change
-from hapx.theory.conversion import direct_paths, free, shared_paths, shared_placements
+from hapx.theory.conversion import direct_paths, free, shared_paths, shared_placements, stays
 from hapx.transposes import forward_collective
 
 
@@ -121,8 +121,10 @@ class TensorTable:
     def closure(self, source: int) -> int:
         """The bit set of placements that are free from `source`, itself included."""
         if source not in self._closure:
-            p = self.placements[source]
-            self._closure[source] = sum(1 << i for i, q in enumerate(self.placements) if free(self.ref, p, q))
+            p, axes = self.placements[source], range(len(self.states))
+            stay = [[stays(self.ref, p.states[a], t) for t in self.states[a]] for a in axes]  # by code
+            possible = (i for i in range(len(self.placements)) if all(stay[a][self.codes[i][a]] for a in axes))
+            self._closure[source] = sum(1 << i for i in possible if free(self.ref, p, self.placements[i]))
         return self._closure[source]
 
     def between(self, source: int, target: int) -> Iterator[tuple[Edge, ...]]:
@@ -208,6 +210,7 @@ class TensorTable:
                 number[a].setdefault(p.states[a], len(number[a]))
         between = [q for states in product(*number) if compatible(states) and (q := Placement(states)) not in self.number] if len(axes) > 1 else []
         self.all_placements = (*self.placements, *between)
+        self.states = tuple(tuple(states) for states in number)  # of each axis, by code
         self.codes = [tuple(number[a][p.states[a]] for a in axes) for p in self.all_placements]
         self.at_code = {code: i for i, code in enumerate(self.codes)}
 

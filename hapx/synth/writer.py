@@ -38,16 +38,18 @@ class Solution:
 
 
 def solution(problem: Problem, last: State, cost: float, key: ProgramKey, statistics: Statistics, prices: Vector | None = None) -> Solution:
-    """The program of a complete state."""
-    writer = _Writer(problem)
-    choices: list[int] = []
-    for level, move in enumerate(moves_of(last)):
-        writer.step(level, move)
-        # tables keep what a use is made of, so its identity stays its own
-        choices += [move.choice.index, *(id(part) for use in move.uses for part in (use.kept, use.conversion))]
-    program = Program(key, problem.theory.mesh, tuple(writer.instructions), writer.needs(), tuple(writer.gives))
-    storage_of = dict(writer.storage)
-    return Solution(program, storage_of, tuple(writer.steps), tuple(writer.kept), cost, last.memory, statistics, tuple(choices), prices)
+    """The program of a complete state. Equal choices are written once: searches at other shares often end with the same program."""
+    moves = moves_of(last)
+    # tables keep what a use is made of, so its identity stays its own
+    choices = tuple([c for move in moves for c in (move.choice.index, *[id(part) for use in move.uses for part in (use.kept, use.conversion)])])
+    if (choices, key) not in problem.written:
+        writer = _Writer(problem)
+        for level, move in enumerate(moves):
+            writer.step(level, move)
+        program = Program(key, problem.theory.mesh, tuple(writer.instructions), writer.needs(), tuple(writer.gives))
+        problem.written[choices, key] = program, dict(writer.storage), tuple(writer.steps), tuple(writer.kept)
+    program, storage_of, steps, kept = problem.written[choices, key]
+    return Solution(program, storage_of, steps, kept, cost, last.memory, statistics, choices, prices)
 
 
 class _Writer:

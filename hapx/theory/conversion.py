@@ -212,12 +212,14 @@ def free(ref: TensorRef, source: Placement, target: Placement) -> bool:
         return True
     return (
         _may_convert(ref, source, target)
-        and all(
-            s == t or (forward_collective(s, t) is None and (not ref.requires_grad or backward_collective(s, t) is None))
-            for s, t in zip(source.states, target.states, strict=True)
-        )
+        and all(stays(ref, s, t) for s, t in zip(source.states, target.states, strict=True))
         and _some_order(source, target)
     )
+
+
+def stays(ref: TensorRef, source: State, target: State) -> bool:
+    """Whether nothing moves along an axis in either direction when a tensor changes its state there."""
+    return source == target or (forward_collective(source, target) is None and (not ref.requires_grad or backward_collective(source, target) is None))
 
 
 @cache

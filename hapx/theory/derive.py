@@ -51,7 +51,7 @@ def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None) -> Theory:
     check_operators(graph)
     derivation = _Derivation(graph, mesh, grains)
     triples, alike = zip(*(derivation.triples(i) for i in range(len(graph.nodes))), strict=True) if graph.nodes else ((), ())
-    stored = {r.name: _stored(r, mesh, grains, graph.segments_of[r.name]) for kind in STORED for r in graph.of_kind(kind)}
+    stored = _all_stored(graph, mesh, grains)
     batch = batch_cuts(graph, mesh, grains)
     outputs = {
         o.tensor: _stored(graph.refs[o.tensor], mesh, grains, graph.segments_of[o.tensor])
@@ -97,6 +97,7 @@ class _Derivation:
         self.graph, self.mesh, self.grains = graph, mesh, grains
         self.shapes: dict[object, tuple[int, tuple[Shape, ...]]] = {}
         self.placements: dict[tuple[State, ...], Placement | None] = {}
+        self.properties: dict[tuple[str, int], Property] = {}
 
     def triples(self, index: int) -> tuple[tuple[Triple, ...], int]:
         """The triples of a node, and a number that alike nodes share."""
@@ -105,11 +106,15 @@ class _Derivation:
         if key not in self.shapes:
             self.shapes[key] = len(self.shapes), self._shapes(index, tensors)
         number, shapes = self.shapes[key]
-        properties: dict[tuple[str, int], Property] = {}
+        properties = self.properties
 
         def named(refs: tuple[TensorRef, ...], placements: tuple[Placement, ...]) -> tuple[Property, ...]:
+            return tuple([properties.get((r.name, id(p))) or new(r.name, p) for r, p in zip(refs, placements, strict=True)])
+
+        def new(name: str, placement: Placement) -> Property:
             # placements are unique objects: their identity stands for them
-            return tuple(properties.setdefault((r.name, id(p)), Property(r.name, p)) for r, p in zip(refs, placements, strict=True))
+            found = properties[name, id(placement)] = Property(name, placement)
+            return found
 
         found = []
         for shape in shapes:
@@ -189,6 +194,19 @@ def _state(slot: object, ref: TensorRef, cut: Cut | None) -> State:
     if isinstance(slot, Invariant) and not ref.requires_grad:
         return REPLICATED
     return slot  # type: ignore[return-value]
+
+
+def _all_stored(graph: Graph, mesh: Mesh, grains: Grains) -> dict[str, tuple[Placement, ...]]:
+    """Per parameter and buffer, where it may be kept: one object for those that are alike."""
+    known: dict[object, tuple[Placement, ...]] = {}
+    found = {}
+    for ref in (r for kind in STORED for r in graph.of_kind(kind)):
+        segments = graph.segments_of[ref.name]
+        key = ref.shape, ref.kind, ref.requires_grad, grains.sites_of.get(ref.name), segments
+        if key not in known:
+            known[key] = _stored(ref, mesh, grains, segments)
+        found[ref.name] = known[key]
+    return found
 
 
 def _stored(ref: TensorRef, mesh: Mesh, grains: Grains, segments: tuple[int, ...]) -> tuple[Placement, ...]:

@@ -1,0 +1,51 @@
+"""What is asked of a graph again and again is found once.
+
+In: a function of a graph, or of a graph and one of its nodes, that depends on nothing else. Out: the same function; what it found is kept by the
+graph, as its cached properties are, and goes with it. Invariant: a node that is not the graph's own is never answered for by another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TypeVar
+
+from hapx.ir import Graph, Node
+
+T = TypeVar("T")
+
+
+def once(function: Callable[[Graph], T]) -> Callable[[Graph], T]:
+    """A function of a graph."""
+    name = _name(function)
+
+    @wraps(function)
+    def known(graph: Graph) -> T:
+        found = graph.__dict__
+        if name not in found:
+            found[name] = function(graph)
+        return found[name]  # type: ignore[no-any-return]
+
+    return known
+
+
+def once_per_node(function: Callable[[Graph, Node], T]) -> Callable[[Graph, Node], T]:
+    """A function of a graph and a node."""
+    name = _name(function)
+
+    @wraps(function)
+    def known(graph: Graph, node: Node) -> T:
+        facts = graph.__dict__.get(name)
+        if facts is None:
+            facts = graph.__dict__[name] = {}
+        key = node.outputs[0].name
+        found = facts.get(key)
+        if found is None or found[0] is not node:
+            found = facts[key] = node, function(graph, node)
+        return found[1]
+
+    return known
+
+
+def _name(function: Callable[..., object]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"

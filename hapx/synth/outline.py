@@ -1,0 +1,83 @@
+"""What of a problem does not depend on shares, and is asked at every step of every search.
+
+In: the steps of a problem. Out: per level, which slots are the first use of a parameter; what is live, as values that keep their placements and as
+parameters with their next use; per table, the sets of placements that the bound knows. Made once per problem.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+
+from hapx.cost.edges import Mask, Numbers
+from hapx.synth.problem import Step, StepClass
+from hapx.synth.tables import TensorTable
+
+PAIRS = 100  # sets of two placements that the tables of the bound have rows for, if there are not more of them
+
+
+class Outline:
+    """Per level: `first`: per slot, whether it is a parameter used for the first time. `stored`: of the parameters that are live the next use (level,
+    slot) and their bits (shift, mask); `values`: of the other values name, table, next use and bits. `names`: those of `values`, with ""."""
+
+    def __init__(self, steps: tuple[Step, ...]):
+        self.first = [_first(step) for step in steps]
+        self.stored: list[tuple[tuple[int, int, int, int], ...]] = []
+        self.values: list[tuple[tuple[str, TensorTable, int, int], ...]] = []
+        following: dict[str, tuple[int, int]] = {}
+        for level in range(len(steps) - 1, -1, -1):
+            step = steps[level]
+            following |= {name: (level, slot) for slot, name in enumerate(step.tensors)}
+            self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in step.live if t.stored]))
+            self.values.append(tuple([(n, t, following[n][0], shift) for n, t, shift in step.live if not t.stored]))
+        self.stored.reverse()
+        self.values.reverse()
+        self.names = [("", *(n for n, _, _, _ in values)) for values in self.values]
+        self._ends: dict[int, tuple[tuple[Numbers, ...], tuple[Numbers, ...]]] = {}
+        self._sets: dict[int, list[int]] = {}
+        self._inside: dict[int, Mask] = {}
+        self._afterwards: dict[int, Numbers] = {}
+
+    def ends(self, kind: StepClass) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
+        """Per slot the placement that each choice needs, per result the one that it gives."""
+        if id(kind) not in self._ends:
+            last = [dict(reversed(c.needs)) for c in kind.choices]  # one placement per slot; a second one can only cost more
+            needs = tuple([np.array([n[i] for n in last]) for i in range(len(kind.slots))])
+            self._ends[id(kind)] = needs, tuple([np.array([c.gives[i] for c in kind.choices]) for i in range(len(kind.results))])
+        return self._ends[id(kind)]
+
+    def sets(self, table: TensorTable) -> list[int]:
+        """The masks that a table has rows for: what one placement gives for free, anything, and what two placements give together."""
+        if id(table) not in self._sets:
+            closures = [table.closure(i) for i in range(len(table.placements))]
+            found = [*closures, table.full]
+            known = set(found)
+            together = {a | b: None for a, b in combinations(dict.fromkeys(closures), 2)}
+            pairs = [mask for mask in together if mask not in known]
+            self._sets[id(table)] = found + pairs if len(pairs) <= PAIRS else found
+        return self._sets[id(table)]
+
+    def inside(self, table: TensorTable) -> Mask:
+        """(row, placement) -> whether the placement is in the row's set."""
+        if id(table) not in self._inside:
+            n, sets = len(table.placements), self.sets(table)
+            self._inside[id(table)] = np.array([[bool(mask >> p & 1) for p in range(n)] for mask in sets])
+        return self._inside[id(table)]
+
+    def afterwards(self, table: TensorTable) -> Numbers:
+        """(row, target) -> the row of what is available after a conversion; of "anything" where there is none."""
+        if id(table) not in self._afterwards:
+            n, sets = len(table.placements), self.sets(table)
+            row = {mask: i for i, mask in reversed(list(enumerate(sets)))}
+            found = [[r if mask >> t & 1 else row.get(mask | table.closure(t), n) for t in range(n)] for r, mask in enumerate(sets)]
+            found[n] = [n] * n
+            self._afterwards[id(table)] = np.array(found)
+        return self._afterwards[id(table)]
+
+
+def _first(step: Step) -> tuple[bool, ...]:
+    if not any(slot.table.stored and slot.fixed is None for slot in step.kind.slots):
+        return (False,) * len(step.kind.slots)
+    known = {n for n, _, _ in step.live}
+    return tuple([bool(s.table.stored) and s.fixed is None and n not in known for n, s in zip(step.tensors, step.kind.slots, strict=True)])
