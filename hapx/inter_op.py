@@ -34,7 +34,7 @@ from hapx.states import Property
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
 
-MOST_ASKS = 60  # calls of the planner, unless nothing was found yet
+MOST_ASKS = 40  # calls of the planner, unless nothing was found yet
 DISCIPLINES = (ONE_F_ONE_B, warm(1), warm(2))
 MOST_NUMBERS = 3
 PUT_TOGETHER = 3  # pipelines that are simulated

@@ -174,7 +174,7 @@ def _plain(setting: Setting, alternations: Mapping[str, Alternation], best: Cand
     """Plain data parallelism, in proportion to speed and balanced, on the flat mesh and on that of the best candidate. Nothing else has all its
     communication in the synchronisation of gradients, which the additive cost cannot see hidden behind backward: the simulator must."""
     free = setting.rule.split == setting.rule.storage == "auto" and setting.rule.ratios == "balanced" and "padded" in setting.rule.forms
-    if not free or setting.given or setting.forbidden != NOTHING or setting.key.mode != "train":
+    if not free or setting.given or setting.start is not None or setting.forbidden != NOTHING or setting.key.mode != "train":
         return []
     found: list[Candidate] = []
     began, bound = time.perf_counter(), best.cost * (1 - best.gap)

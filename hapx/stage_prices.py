@@ -2,9 +2,9 @@
 
 In: the graph of a micro-batch, its layers, the cluster. Out: `Prices` for `hapx.stages.dp`: answers of the planner, bounds, what crosses.
 
-An answer is planned on the shape's own cluster, on one view where the shape is in one machine and on two (flat, machines x devices) where it is not,
-so that few seconds suffice for many; stages of a chosen pipeline are planned again on all views (`hapx.inter_op`). Where a program leaves room for
-few micro-batches, one that recomputes its repeated blocks and one that is planned for more of them in memory are further answers.
+An answer is planned on the shape's own cluster, on one view and from one start, so that few seconds suffice for many; stages of a chosen pipeline are
+planned again on all views (`hapx.inter_op`). Where a program leaves room for few micro-batches, one that recomputes its repeated blocks and one that
+is planned for more of them in memory are further answers.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Asker:
         nodes = (self.layers[start][0], self.layers[stop - 1][1])
         graph = part(self.asked.graph, *nodes)
         cluster = shape.spec(self.asked.cluster)
-        setting = replace(self.asked, graph=graph, cluster=cluster, in_flight=1)
+        setting = replace(self.asked, graph=graph, cluster=cluster, in_flight=1, start={})
         wanted = min(self.asked.repeats, FEW)
         found: list[Piece] = []
         for blocks, kept in ((False, 1), (False, wanted), (True, wanted)):
@@ -159,8 +159,7 @@ class Asker:
 
 
 def meshes(setting: Setting) -> list[Mesh]:
-    """The views on which answers are planned."""
+    """The view on which answers are planned: machines x devices where there are several machines of so many alike, else flat."""
     found = views(setting.cluster, setting.rule)
-    machines = len(setting.cluster.machines)
-    chosen = [m for m in found if m.name == "flat" or (machines > 1 and m.axes[0].kind == "machines")]
-    return chosen or list(found[:1])
+    levels = [m for m in found if len(setting.cluster.machines) > 1 and m.axes[0].kind == "machines" and len(m.axes) > 1]
+    return levels or [m for m in found if m.name == "flat"] or list(found[:1])
