@@ -17,7 +17,7 @@ from hapx.cost.terms import Vector
 from hapx.ir import Kind
 from hapx.report.pricing import Pricing
 from hapx.report.render import new_table, render
-from hapx.report.words import ranges_text, size_text
+from hapx.report.words import devices_text, size_text
 
 PARTS = ("weights", "optimizer", "buffers", "inputs", "at the peak")
 
@@ -44,7 +44,7 @@ def memory_table(pricing: Pricing) -> str:
     parts, moments = memory_parts(pricing)
     shown = [name for name in PARTS if parts[name].any()]
     columns = (*shown, "total", "of")
-    table = new_table("device", "type", *columns, right=columns)
+    table = new_table("device", "type", *columns, right=columns, whole=("device",))
     worst: dict[str, list[int]] = {}
     alike: dict[tuple[str, ...], list[int]] = {}
     for k, devices in enumerate(pricing.kinds):
@@ -54,6 +54,6 @@ def memory_table(pricing: Pricing) -> str:
             alike.setdefault((kind.name, *sizes), []).append(device)
             worst.setdefault(moments[k], []).append(device)
     for (name, *sizes), members in alike.items():
-        table.add_row(ranges_text(members), name, *sizes)
-    lines = (f"peak of device{'s' if len(own) > 1 else ''} {ranges_text(own)}: {moment}" for moment, own in worst.items())
+        table.add_row(devices_text(members), name, *sizes)
+    lines = (f"peak of device{'s' if len(own) > 1 else ''} {devices_text(own)}: {moment}" for moment, own in worst.items())
     return "\n".join([render(table), *lines])

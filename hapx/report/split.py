@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hapx.plan import Plan
 from hapx.report.render import new_table, render
-from hapx.report.words import ranges_text, time_text
+from hapx.report.words import devices_text, time_text
 from hapx.simulate import Span, Timeline, simulate
 
 
@@ -112,12 +112,12 @@ def _gaps(busy: Iterable[tuple[float, float]], total: float) -> Iterable[tuple[f
 def time_table(plan: Plan, timeline: Timeline) -> str:
     """One row per group of devices whose times are alike; the columns of a row sum to the iteration."""
     columns = ("forward", "backward", "update", "comm. forward", "comm. backward", "sync", "waiting", "sync hidden")
-    table = new_table("device", "type", *columns, right=columns)
+    table = new_table("device", "type", *columns, right=columns, whole=("device",))
     alike: dict[tuple[str, ...], list[int]] = {}
     for device, _ in timeline.kind_of:
         s = split_of(timeline, device)
         parts = (s.forward, s.backward, s.update, s.forward_communication, s.backward_communication, s.synchronisation, s.waiting, s.hidden)
         alike.setdefault((plan.cluster.devices[device].type, *(time_text(t) for t in parts)), []).append(device)
     for (kind, *times), devices in alike.items():
-        table.add_row(ranges_text(devices), kind, *times)
+        table.add_row(devices_text(devices), kind, *times)
     return render(table)

@@ -18,7 +18,7 @@ from hapx.report.render import new_table, render
 from hapx.report.search import proven_lines
 from hapx.report.segments import rows_table
 from hapx.report.split import time_split
-from hapx.report.words import Vocabulary, ranges_text, share_text, size_text, time_text
+from hapx.report.words import Vocabulary, devices_text, ranges_text, share_text, size_text, time_text
 from hapx.states import Property, Sharded
 
 
@@ -64,7 +64,7 @@ def devices_table(plan: Plan) -> str:
     for d in stage.devices:
         machine = cluster.machine_of(d).name
         rows.append((d, machine, cluster.devices[d].type, share_text(plan.shares[d]), batch[d] if batch else None, _memory(plan, cluster, d)))
-    table = new_table("device", "machine", "type", "share", "batch", "memory", right=("share", "batch"))
+    table = new_table("device", "machine", "type", "share", "batch", "memory", right=("share", "batch"), whole=("device",))
     alike: dict[tuple[object, ...], list[_Row]] = {}
     for row in rows:
         alike.setdefault(row[2:], []).append(row)
@@ -74,7 +74,7 @@ def devices_table(plan: Plan) -> str:
         where = machines[0] if len(machines) == 1 else f"{machines[0]} .. {machines[-1]}"
         each = " each" if len(members) > 1 else ""
         samples = "all" if first[4] is None else f"{first[4]}{each}"
-        table.add_row(ranges_text(m[0] for m in members), where, first[2], first[3] + each, samples, first[5] + each)
+        table.add_row(devices_text([m[0] for m in members]), where, first[2], first[3] + each, samples, first[5] + each)
     idle = (
         ""
         if batch or _splits(plan)

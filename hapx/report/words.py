@@ -7,10 +7,10 @@ inputs, attention, embeddings and convolutions say so; else outputs and inputs o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import prod
 
 from hapx.ir import CONVOLUTIONS, Graph, Kind, TensorRef
@@ -19,6 +19,8 @@ from hapx.plan import Mesh, Plan
 from hapx.states import REPLICATED, Invariant, Partial, Placement, Replicated, Sharded
 from hapx.theory.grains import Grains, find_grains
 from hapx.theory.registry import Site
+
+FEW_LETTERS = 32  # of a column that lists devices
 
 # dims of an image behind its channels, by their number
 IMAGE: Mapping[int, tuple[str, ...]] = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
@@ -66,16 +68,37 @@ def lengths_text(lengths: Sequence[int]) -> str:
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 4] -> "0-2,4"; every second one, [1, 3, 5, 7] -> "1,3..7"."""
-    ordered = sorted(numbers)
-    steps = {b - a for a, b in pairwise(ordered)}
-    if len(ordered) > 3 and len(steps) == 1 and steps != {1}:
-        return f"{ordered[0]},{ordered[1]}..{ordered[-1]}"
-    parts = []
-    for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
+    """[0, 1, 2, 4] -> "0-2,4"; what repeats itself, [1, 3, 5, 7] -> "1,3..7", [0, 1, 8, 9, 16, 17] -> "0-1,8-9..16-17"."""
+    runs = []
+    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
         members = [n for _, n in run]
-        parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+        runs.append((members[0], members[-1]))
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    for many in range(1, len(runs) // 3 + 1):  # runs of one round; there are at least three rounds, of single numbers four
+        steps = {(b[0] - a[0], b[1] - a[1]) for a, b in zip(runs, runs[many:], strict=False)}
+        if (
+            len(runs) % many == 0
+            and len(steps) == 1
+            and len({s for step in steps for s in step}) == 1
+            and len(parts) > (3 if parts[0].isdigit() else 2)
+        ):
+            return f"{','.join(parts[: 2 * many])}..{','.join(parts[-many:])}"
     return ",".join(parts)
+
+
+def devices_text(numbers: Collection[int]) -> str:
+    """Devices in a column of a table: their ranges, or the first of them and how many there are more."""
+    text = ranges_text(numbers)
+    if len(text) <= FEW_LETTERS or ".." in text:
+        return text
+    shown = text[: text.rindex(",", 0, FEW_LETTERS - len(" and 99 more"))]
+    return f"{shown} and {len(numbers) - _count(shown)} more"
+
+
+def _count(ranges: str) -> int:
+    """How many numbers "0-2,4" names."""
+    ends = (part.split("-") for part in ranges.split(","))
+    return sum(int(own[-1]) - int(own[0]) + 1 for own in ends)
 
 
 def collective_text(name: str) -> str:

@@ -12,7 +12,7 @@ from hapx.report.compare import compare_table
 from hapx.report.layers import Layer, collapse, layers
 from hapx.report.split import TimeSplit, split_of
 from hapx.report.table import batch_sizes, plan_table
-from hapx.report.words import lengths_text, ranges_text, size_text, time_text
+from hapx.report.words import devices_text, lengths_text, ranges_text, size_text, time_text
 from hapx.restriction import BASELINES
 from hapx.simulate import Event, Timeline
 from support.plans import flat, mlp_batch_split, mlp_tensor_parallel, place, sharded
@@ -52,6 +52,15 @@ def test_data_parallel_with_an_even_split_for_comparison() -> None:
     assert "sync" in times[0]
     assert times[1].startswith("            dp-even: ")
     assert times[2] == "this plan is 2.00x as fast as dp-even"
+
+
+def test_one_line_per_group_of_many_devices() -> None:
+    """64 devices that take 3, 2 or 1 samples in no order: no row is broken."""
+    lengths = tuple(3 - (d * d % 7 > 2) - (d % 8 > 4) for d in range(64))
+    _, table, *_ = plan_table(readable(mlp_batch_split((sum(lengths), 256, 10), lengths))).split("\n\n")
+    rows = table.splitlines()[2:]
+    assert [row.split("  ")[0] for row in rows] == ["0-1,3-4,8,10-11 and 22 more", "2,6-7,9,12-16,19 and 18 more", "5,23,30,37,47,54,61"]
+    assert all("each" in row and len(row) <= 120 for row in rows)
 
 
 def test_tensor_parallel() -> None:
@@ -130,6 +139,10 @@ def test_only_equal_rows_are_joined() -> None:
         (time_text(0.0), "0"), (time_text(0.0931), "93.1 ms"), (time_text(1.5), "1.5 s"), (time_text(999.9e-6), "1000 us"), (time_text(5e-9), "5 ns"),
         (lengths_text((5, 5, 1, 1)), "5:5:1:1"), (lengths_text((21,) * 16 + (14,) * 48), "21 x16 : 14 x48"),
         (lengths_text(tuple(range(20))), "0 to 19"), (ranges_text([3, 0, 1, 2, 7]), "0-3,7"), (ranges_text([]), ""),
+        (ranges_text([1, 3, 5, 7]), "1,3..7"), (ranges_text([1, 3, 5]), "1,3,5"), (ranges_text([0, 1, 8, 9, 16, 17]), "0-1,8-9..16-17"),
+        (ranges_text([0, 1, 8, 9, 16, 17, 18]), "0-1,8-9,16-18"),
+        (ranges_text([8 * m + d for m in range(8) for d in (0, 1, 2, 5)]), "0-2,5,8-10,13..56-58,61"),
+        (devices_text(range(64)), "0-63"), (devices_text([0, 1, 2, 4, 7, 9, 10, 13, 17, 19, 20, 21, 25, 30, 44]), "0-2,4,7,9-10,13,17 and 6 more"),
     ],
 )  # fmt: skip
 def test_words(text: str, expected: str) -> None:
