@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
 
+from hapx.cost.model import CommunicationCost, Direction, StepCost
+from hapx.plan import Mesh, Triple
 from hapx.restriction import Restriction
 from hapx.synth.astar import Statistics, search
 from hapx.synth.domain import State, Synthesis
 from hapx.synth.problem import build
 from support import toy
 
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 KINDS = {1: ((0, 1, 2, 3),), 2: ((0, 1), (2, 3)), 3: ((0,), (1, 2), (3,))}
 
 
@@ -73,6 +77,35 @@ def test_bound_never_exceeds_the_cheapest_completion() -> None:
                 checked, rich = checked + 1, rich + several(domain, state)
     print(f"{checked} states, {rich} with a value in several placements")
     assert rich > 30
+
+
+class SumsOverLevels(toy.ToyCosts):
+    """Every instruction is a composite that communicates: all devices wait for a collective, and then one runs inside of the machines."""
+
+    def instruction(self, triple: Triple) -> StepCost:
+        step, what = super().instruction(triple), f"{triple.body}{triple.post[0].placement}"
+        terms = {cuts: self.term(f"{what} {cuts}", 0.5 if cuts else 6.0) for cuts in (True, False)}
+        events = [CommunicationCost(way, term, cuts) for way in DIRECTIONS for cuts, term in terms.items()]
+        return replace(step, communication=tuple(events))
+
+
+@pytest.mark.parametrize(("mesh", "kinds"), [(toy.FLAT, KINDS[2]), (toy.FLAT, KINDS[3]), (toy.SQUARE, ((0,), (1,)))])
+def test_what_is_communicated_after_a_cut_belongs_to_the_next_phase(mesh: Mesh, kinds: tuple[tuple[int, ...], ...]) -> None:
+    """Left in the phase before, it would be added to compute that another kind of devices waits for."""
+    checked = 0
+    for seed in range(6):
+        theory = toy.random_theory(seed, mesh, nodes=4, triples=2, states=2, parameters=1)
+        problem = build(theory, SumsOverLevels(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
+        domain = Synthesis(problem, toy.shares(theory, len(kinds), seed), None)
+        for state in [domain.start(), *walk(domain, Random(seed))]:
+            assert state is not None
+            best = search(Unbounded(domain, state), Statistics())
+            assert best is not None
+            assert state.estimate <= best.estimate * (1 + 1e-9), (seed, state.level)
+            least = domain.bound.choices(state.level, state.place, state.cost, state.forward, state.backward).min()
+            assert least <= best.estimate * (1 + 1e-9), (seed, state.level)
+            checked += 1
+    assert checked >= 20
 
 
 @pytest.mark.parametrize("seed", [7, 21])
