@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from hapx.alternation import Counters, Setting
@@ -34,25 +35,29 @@ from hapx.states import Property
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
 
-MOST_ASKS = 40  # calls of the planner, unless nothing was found yet
+MOST_ASKS = 30  # calls of the planner, unless nothing was found yet
 DISCIPLINES = (ONE_F_ONE_B, warm(1), warm(2))
-MOST_NUMBERS = 3
+MOST_NUMBERS = 2
 PUT_TOGETHER = 3  # pipelines that are simulated
 
 
 def numbers_of_micro_batches(batch: int, cluster: ClusterSpec) -> tuple[int, ...]:
-    """Those that are tried: divisors of the batch near 2, 4 and 8 times as many as there are machines (or devices of a single one)."""
+    """Those that are tried: divisors of the batch near 4 and 2 times as many as there are machines (or devices of a single one)."""
     unit = len(cluster.machines) if len(cluster.machines) > 1 else cluster.num_devices
     divisors = [n for n in range(2, batch + 1) if batch % n == 0]
-    wanted = (2 * unit, 4 * unit, 8 * unit)
+    wanted = (4 * unit, 2 * unit)
     return tuple(dict.fromkeys(min(divisors, key=lambda n: (abs(n - w), n)) for w in wanted))[:MOST_NUMBERS] if divisors else ()
 
 
-def pipelines(asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], watch: Callable[[str], None] = lambda _: None) -> list[Plan]:
-    """Plans of several stages, best first; none where the model or the cluster cannot be cut, or nothing fits."""
+def pipelines(
+    asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], below: float = inf, watch: Callable[[str], None] = lambda _: None
+) -> list[Plan]:
+    """Plans of several stages, best first; none where the model or the cluster cannot be cut, or nothing fits. below: seconds of an iteration; what
+    is slower is of no interest."""
     if asked.cluster.num_devices < 2:
         return []
-    rule = replace(asked.rule, segments="none", max_stages=1, remat="none")
+    # what is asked only has to rank: stages that are chosen are planned once more without these limits
+    rule = replace(asked.rule, segments="none", max_stages=1, remat="none", sfb="never", forms=asked.rule.forms & {"padded"} or asked.rule.forms)
     askers: list[Asker] = []
     for number in numbers:
         watch(f"capturing one of {number} micro-batches")
@@ -68,8 +73,8 @@ def pipelines(asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[i
         watch(f"{asks} stages asked, best pipeline {best * 1e3:.3g} ms")
 
     found = solve(
-        askers[0].classes, space(asked.cluster), [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, keep=PUT_TOGETHER + 1,
-        watch=told,
+        askers[0].classes, space(asked.cluster), [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, below=below,
+        keep=PUT_TOGETHER + 1, watch=told,
     )  # fmt: skip
     plans: list[tuple[Plan, Pipeline, Asker]] = []
     for pipeline in [p for p in found.pipelines if len(p.stages) > 1][:PUT_TOGETHER]:
@@ -107,7 +112,12 @@ def _polished(plan: Plan, pipeline: Pipeline, asker: Asker, asked: Setting) -> P
     for i, stage in enumerate(pipeline.stages):
         nodes = plan.stages[i].nodes[plan.first]
         graph = plan.part(plan.first, i)
-        own = replace(asker.asked, in_flight=kept[i], graph=plan.graphs[plan.first] if chosen_blocks(graph) else asker.asked.graph)
+        own = replace(
+            asker.asked,
+            rule=replace(asked.rule, segments="none", max_stages=1, remat="none"),
+            in_flight=kept[i],
+            graph=plan.graphs[plan.first] if chosen_blocks(graph) else asker.asked.graph,
+        )
         try:
             pieces.append(plan_piece(own, nodes, stage.devices, Counters())[0])
         except (InsufficientMemoryError, PlanError):

@@ -10,6 +10,7 @@ is planned for more of them in memory are further answers.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,6 +33,7 @@ from hapx.stages.clustering import node_flops
 from hapx.stages.costs import UNLIMITED, Answer, Prices
 from hapx.stages.submeshes import Shape
 
+PART = 1e-4  # of the seconds that the synchronisation of gradients would take, in bounds
 FEW = 8  # micro-batches for which an answer should have room, if there are as many
 
 
@@ -84,13 +86,16 @@ class Asker:
         return by, np.cumsum(held)
 
     def bound(self, start: int, stop: int, shape: Shape) -> Answer:
-        """At full speed, all devices busy; memory: parameters in shards."""
+        """At full speed, all devices busy; memory: parameters in shards. Of the gradients' synchronisation a small part: it may be avoided, but where
+        it is not, it is in proportion to this (see `hapx.stages.book`)."""
         (a, _), (_, b) = self.layers[start], self.layers[stop - 1]
         flops, held = self._work
         kinds = [self.asked.cluster.device_types[t] for t in shape.types]
         seconds = sum(float(own[b] - own[a]) / sum(k.speed(p) for k in kinds) for p, own in flops.items())
         room = sum(k.memory for k in kinds) * (1.0 - RESERVE)
-        return Answer(seconds, 0.0, UNLIMITED if held[b] - held[a] <= room else 0)
+        links = [self.asked.cluster.inter] if len(shape.parts) > 1 else [p.intra for p in shape.parts if p.intra is not None]
+        synchronised = (held[b] - held[a]) / max(len(p.types) for p in shape.parts) / links[0].bandwidth if links else 0.0
+        return Answer(seconds, PART * float(synchronised), UNLIMITED if held[b] - held[a] <= room else 0)
 
     # ---- what crosses -------------------------------------------------------------------------------------------------
 
@@ -118,6 +123,7 @@ class Asker:
 
     def ask(self, start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
         self.calls += 1
+        low = self.bound(start, stop, shape).iteration
         found = [self._answer(piece) for piece in self._pieces(start, stop, shape)]
         best: list[Answer] = []
         for answer in sorted(found, key=lambda a: (a.micro, a.iteration)):
@@ -125,7 +131,7 @@ class Asker:
                 b.most_in_flight >= answer.most_in_flight and b.micro <= answer.micro and b.iteration <= answer.iteration for b in best
             ):
                 best.append(answer)
-        return tuple(best)
+        return tuple(replace(a, iteration=max(a.iteration, low)) for a in best)
 
     def _pieces(self, start: int, stop: int, shape: Shape) -> list[Piece]:
         nodes = (self.layers[start][0], self.layers[stop - 1][1])
@@ -133,6 +139,7 @@ class Asker:
         cluster = shape.spec(self.asked.cluster)
         setting = replace(self.asked, graph=graph, cluster=cluster, in_flight=1, start={})
         wanted = min(self.asked.repeats, FEW)
+        mesh = view_of(setting)
         found: list[Piece] = []
         for blocks, kept in ((False, 1), (False, wanted), (True, wanted)):
             if found and self._answer(found[-1]).most_in_flight >= wanted:
@@ -140,11 +147,9 @@ class Asker:
             own = with_blocks(graph) if blocks else graph
             if (blocks and own is graph) or (kept > 1 and not found and not blocks):
                 continue
-            try:
-                best = plan_spmd(replace(setting, graph=own, in_flight=kept), self.counters, meshes(setting))[0]
-            except (InsufficientMemoryError, PlanError):
-                continue
-            found.append(piece_of(best, nodes, tuple(range(cluster.num_devices))))
+            with suppress(InsufficientMemoryError, PlanError):
+                best = plan_spmd(replace(setting, graph=own, in_flight=kept), self.counters, [mesh])[0]
+                found.append(piece_of(best, nodes, tuple(range(cluster.num_devices))))
         return found
 
     def _answer(self, piece: Piece) -> Answer:
@@ -158,8 +163,7 @@ class Asker:
         return Answer(piece.times.micro, piece.times.iteration, fits, piece)
 
 
-def meshes(setting: Setting) -> list[Mesh]:
-    """The view on which answers are planned: machines x devices where there are several machines of so many alike, else flat."""
-    found = views(setting.cluster, setting.rule)
-    levels = [m for m in found if len(setting.cluster.machines) > 1 and m.axes[0].kind == "machines" and len(m.axes) > 1]
-    return levels or [m for m in found if m.name == "flat"] or list(found[:1])
+def view_of(setting: Setting) -> Mesh:
+    """The view on which answers are planned: machines x devices where there are several machines with equally many equal devices, else flat."""
+    found = views(setting.cluster, replace(setting.rule, mesh="auto"))
+    return next((m for m in found if len(setting.cluster.machines) > 1 and m.axes[0].kind == "machines" and len(m.axes) > 1), found[0])

@@ -61,6 +61,7 @@ def solve(
     epsilon: float = EPSILON,
     prove: bool = True,
     most_asks: int | None = None,
+    below: float = math.inf,
     keep: int = 5,
     watch: Callable[[int, float, float], None] | None = None,
 ) -> Solution:
@@ -73,10 +74,11 @@ def solve(
         prove: whether to ask until the best pipeline is proven; else asking ends where estimates lead to nothing better by `GUIDED`, and
             `Solution.gap` says what is known. (`python -m benchmarks.interop --prove` shows how many asks it takes and what it finds.)
         most_asks: with as many asks nothing more is asked, unless no pipeline was found yet (None: no such end).
+        below: seconds; slower pipelines are of no interest.
         keep: pipelines to return: the best, and of each (micro-batches, discipline, number of stages) the best of what was asked.
         watch: called after every ask with (asks, seconds of the best pipeline or inf, lower bound or 0).
     """
-    return _Solver(layers, space, prices, disciplines, epsilon, prove, most_asks, watch).solve(keep)
+    return _Solver(layers, space, prices, disciplines, epsilon, prove, most_asks, below, watch).solve(keep)
 
 
 @dataclass(eq=False)
@@ -99,6 +101,7 @@ class _Solver:
         epsilon: float,
         prove: bool,
         most_asks: int | None,
+        below: float,
         watch: Callable[[int, float, float], None] | None,
     ):
         self.space, self.epsilon, self.prove, self.most_asks, self.watch = space, epsilon, prove, most_asks, watch
@@ -107,6 +110,7 @@ class _Solver:
             book.others = tuple(b for b in self.books if b is not book)
         self.runs = [_Run(book, d) for book in self.books for d in disciplines]
         self.best: Pipeline | None = None
+        self.below = below
         self.searches = self.labels = 0
 
     def solve(self, keep: int) -> Solution:
@@ -124,7 +128,7 @@ class _Solver:
     def _limit(self, estimates: bool = False) -> float:
         """Seconds that a pipeline must stay below to be of interest."""
         share = max(self.epsilon, GUIDED) if estimates else self.epsilon
-        return self.best.time / (1 + share) if self.best is not None else math.inf
+        return min(self.best.time if self.best is not None else math.inf, self.below) / (1 + share)
 
     def _explore(self, estimates: bool) -> float:
         """Asks until the cheapest pipeline has answers only. Returns a lower bound of what was not explored: inf where everything was."""
