@@ -12,14 +12,15 @@ from functools import cached_property
 
 from hapx.cost.crossing import crossing_seconds
 from hapx.cost.model import CostModel
-from hapx.ir import DTYPE_BYTES, Graph, Kind
+from hapx.ir import DTYPE_BYTES, Kind
 from hapx.lower import Candidate, memory, work_shares
 from hapx.pieces import Layout
-from hapx.plan import Plan
+from hapx.plan import Plan, ProgramKey
 from hapx.reshard import ReshardPlan, reshard_plan
 from hapx.schedules import Seconds, Timetable, in_flight, timetable
-from hapx.simulate import StageTimes, stage_times
+from hapx.simulate import StageTimes, simulate_program, stage_times
 from hapx.states import Placement, Property
+from hapx.theory.derive import derive
 from hapx.theory.triple import Theory
 
 
@@ -54,7 +55,7 @@ class Staged:
         for i, stage in enumerate(plan.stages):
             theory = Theory(plan.part(key, i), stage.mesh, (), {}, {}, frozenset())  # costs need no more than the graph and the mesh
             costs = CostModel(theory, plan.cluster, plan.precision, plan.optimizer, key.mode)
-            placed = stored_in(plan, i, theory.graph)
+            placed = stored_in(plan, i, key)
             found.append(Candidate(theory, costs, stage.programs[key], placed, stage.lengths[key], stage.shares, 0.0, 0.0))
         return tuple(found)
 
@@ -112,11 +113,11 @@ class Staged:
         return tuple(shares)
 
 
-def stored_in(plan: Plan, stage: int, graph: Graph) -> dict[str, Placement]:
-    """Where a stage has what is there before its first program begins: parameters and buffers, and what it receives."""
-    program = plan.stages[stage].programs[plan.first]
+def stored_in(plan: Plan, stage: int, key: ProgramKey) -> dict[str, Placement]:
+    """Where a stage has what is there before a program begins: parameters and buffers of its graph, and what it receives."""
+    graph, program = plan.part(key, stage), plan.stages[stage].programs[key]
     received = {p.tensor: p.placement for p in program.needs if p.tensor in graph.refs and graph.refs[p.tensor].kind is Kind.RECEIVED}
-    return {s.name: c.placement for s in plan.storage for c in s.copies if c.stage == stage} | received
+    return {s.name: c.placement for s in plan.storage for c in s.copies if c.stage == stage and s.name in graph.refs} | received
 
 
 def ties(plan: Plan) -> list[tuple[int, ...]]:
@@ -124,7 +125,16 @@ def ties(plan: Plan) -> list[tuple[int, ...]]:
     return [tuple(c.stage for c in s.copies) for s in plan.storage if len(s.copies) > 1]
 
 
-def predictions(plan: Plan) -> tuple[float, tuple[int, ...], tuple[float, ...]]:
-    """(iteration time, memory, shares)."""
-    staged = Staged(plan)
-    return staged.timetable.total, staged.memory, staged.shares
+def predictions(plan: Plan, theory: Theory | None = None) -> tuple[float, tuple[int, ...], tuple[float, ...]]:
+    """(iteration time, memory, shares) by the cost model and the simulator. theory: of a plan without schedules, where it is known. Raises HapError
+    for an unknown optimizer."""
+    if plan.schedules:
+        staged = Staged(plan)
+        return staged.timetable.total, staged.memory, staged.shares
+    stage, key = plan.stages[0], plan.first
+    graph, program, lengths = plan.graphs[key], stage.programs[key], stage.lengths[key]
+    known = theory or derive(graph, stage.mesh)
+    costs = CostModel(known, plan.cluster, plan.precision, plan.optimizer, key.mode)
+    candidate = Candidate(known, costs, program, stored_in(plan, 0, key), lengths, stage.shares, 0.0, 0.0)
+    exact = costs.at_lengths(lengths)
+    return simulate_program(program, graph, costs, lengths).total, memory(candidate, exact), work_shares(candidate, exact)
