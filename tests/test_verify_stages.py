@@ -11,11 +11,16 @@ import pytest
 
 from hapx.cost.remat import with_blocks, without_blocks
 from hapx.errors import PlanError
+from hapx.graph.capture import capture
 from hapx.graph.segments import graph_hash
 from hapx.ir import Graph, MicroBatches
+from hapx.pipelines import extend_stages
 from hapx.plan import Copy, Plan, Stage
+from hapx.planner import key_of
 from hapx.predict import predictions
+from hapx.runtime.micro_batches import cut_batch
 from hapx.states import PARTIAL, REPLICATED, Placement, Property
+from hapx.theory.normalise import normalised
 from support.clusters import THREE, TWO
 from support.models import GPT, MLP
 from support.staged import staged_plan
@@ -199,3 +204,19 @@ def test_blocks_may_be_computed_again_in_some_stages(stages: tuple[int, ...]) ->
     assert plan.iteration_time > deep_gpt().iteration_time
     assert all((plan.memory[s] < deep_gpt().memory[s]) == (s in stages) for s in (0, 1))
     plan.verify()
+
+
+@pytest.mark.parametrize("batch, training", [(6, True), (3, False), (8, False)])
+def test_further_programs_of_stages_are_sound(batch: int, training: bool) -> None:
+    model = DEEP()
+    whole = capture(model, model.example(batch), training=training)
+
+    def parts(number: int) -> Graph:
+        return normalised(capture(model, cut_batch(model.example(batch), number)[0], training=training), whole)
+
+    plan = extend_stages(mlp(), key_of(whole), whole, parts)
+    plan.verify()
+    assert [s.name for s in plan.schedules.values()] == ["1f1b", "1f1b" if training else "forward"]
+    wrong = {**plan.schedules, key_of(whole): plan.schedules[plan.first]}
+    with pytest.raises(PlanError, match="micro-batches of|forward for evaluation"):
+        replace(plan, schedules=wrong).verify()
