@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hapx.cost.crossing import crossing_seconds
+from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
 from hapx.ir import DTYPE_BYTES, Kind
 from hapx.lower import Candidate, memory, work_shares
 from hapx.pieces import Layout
 from hapx.plan import Plan, ProgramKey
 from hapx.reshard import ReshardPlan, reshard_plan
-from hapx.schedules import Seconds, Timetable, in_flight, timetable
+from hapx.schedules import Seconds, Timetable, in_flight, received_ahead, timetable
 from hapx.simulate import StageTimes, simulate_program, stage_times
 from hapx.states import Placement, Property
 from hapx.theory.derive import derive
@@ -45,7 +46,7 @@ class Staged:
 
     @cached_property
     def times(self) -> tuple[StageTimes, ...]:
-        return tuple(stage_times(c.program, c.theory.graph, self._exact(i, 1, 1)) for i, c in enumerate(self.candidates))
+        return tuple(stage_times(c.program, c.theory.graph, self.exact(i)) for i, c in enumerate(self.candidates))
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -59,7 +60,8 @@ class Staged:
             found.append(Candidate(theory, costs, stage.programs[key], placed, stage.lengths[key], stage.shares, 0.0, 0.0))
         return tuple(found)
 
-    def _exact(self, stage: int, repeats: int, kept: int) -> CostModel:
+    def exact(self, stage: int, repeats: int = 1, kept: int = 1) -> CostModel:
+        """The cost model of a stage at its lengths. repeats, kept: micro-batches in an iteration, and of them in memory."""
         best = self.candidates[stage]
         own = best.costs
         return CostModel(
@@ -91,14 +93,18 @@ class Staged:
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Peak bytes per device; one that has several stages keeps what all of them keep."""
+        """Peak bytes per device; one that has several stages keeps what all of them keep. With buffers for micro-batches that are received ahead."""
         total = [0] * self.plan.cluster.num_devices
         schedule = self.plan.schedules[self.plan.first]
-        kept = in_flight(schedule)
+        kept, ahead = in_flight(schedule), received_ahead(schedule)
         for i, best in enumerate(self.candidates):
-            exact = self._exact(i, len(schedule.micro_batches), kept[i])
+            exact = self.exact(i, len(schedule.micro_batches), kept[i])
             for d, size in zip(sorted(best.mesh.devices), memory(best, exact), strict=True):
                 total[d] += size
+            received = LocalSizes(best.program, best.theory.graph, exact, best.storage_of).received()
+            for devices, size in zip(exact.view.devices, received, strict=True):
+                for d in devices:
+                    total[d] += round(ahead[i] * float(size))
         return tuple(total)
 
     @cached_property
@@ -108,7 +114,7 @@ class Staged:
         speeds = [sum(plan.cluster.type_of(d).speed(plan.precision) for d in s.devices) for s in plan.stages]
         work = [t.micro * speed for t, speed in zip(self.times, speeds, strict=True)]
         for i, best in enumerate(self.candidates):
-            for d, share in zip(sorted(best.mesh.devices), work_shares(best, self._exact(i, 1, 1)), strict=True):
+            for d, share in zip(sorted(best.mesh.devices), work_shares(best, self.exact(i)), strict=True):
                 shares[d] += share * work[i] / sum(work)
         return tuple(shares)
 

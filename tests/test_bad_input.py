@@ -40,7 +40,8 @@ from support.equivalence import assert_equivalent
 from support.models import CNN, GPT, MLP
 from support.mutations import changes
 from support.pool import RankError, pool
-from support.staged import assert_staged, staged_plan
+from support.small_stages import DEEP, GPT_2, gpt, interleaved
+from support.staged import assert_staged
 from support.unlike import TwoParts, unlike
 
 WIDTHS = (6, 8, 3)
@@ -99,7 +100,7 @@ def essence(value: Any) -> Any:
 def sample(name: str) -> tuple[Callable[[], Any], int, Plan]:
     """(model, batch, plan): shards and an evaluation program, composites and collectives in forms, two axes, two segments, stages."""
     if name in STAGED:
-        return STAGED[name][0], 8, staged_sample(name)
+        return STAGED[name][0], 8, STAGED[name][1]()
     if name == "mlp":
         factory, cluster, batch, rule = model, TWO_MACHINES, 32, Restriction("m", mesh="two-level", ratios=(3.0, 1.0))
     elif name == "gpt":
@@ -117,19 +118,8 @@ def sample(name: str) -> tuple[Callable[[], Any], int, Plan]:
     return factory, batch, plan
 
 
-# models in stages: a loss that counts before, with a tied head; two stages on each device
-STAGED: dict[str, tuple[Any, ClusterSpec, tuple[tuple[int, ...], ...], str]] = {
-    "stages": (partial(GPT, 13, 8, 2, 2, 4), TWO_MACHINES, ((0, 1), (2, 3)), "1f1b"),
-    "interleaved": (partial(MLP, (6, 8, 8, 8, 3)), TWO, ((0,), (1,), (0,), (1,)), "interleaved"),
-}
-
-
-@cache
-def staged_sample(name: str) -> Plan:
-    factory, cluster, devices, style = STAGED[name]
-    found = staged_plan(factory(), factory().example(8), cluster, devices, 4, style)
-    found.verify()
-    return found
+# a loss that counts before, with a tied head; two stages on each device
+STAGED: dict[str, tuple[Any, Callable[[], Plan]]] = {"stages": (GPT_2, gpt), "interleaved": (DEEP, interleaved)}
 
 
 def other_plans(name: str, count: int, seed: int) -> Counter[str]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from hapx.plan import Plan
 from hapx.report.render import new_table, render
 from hapx.report.words import ranges_text, time_text
-from hapx.simulate import Span, Timeline, simulate
+from hapx.simulate import simulate
+from hapx.timeline import Span, Timeline
 
 
 @dataclass(frozen=True, slots=True)
