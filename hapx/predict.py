@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hapx.cost.crossing import crossing_seconds
+from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
-from hapx.ir import DTYPE_BYTES, Graph, Kind
+from hapx.ir import DTYPE_BYTES, Kind
 from hapx.lower import Candidate, memory, work_shares
 from hapx.pieces import Layout
-from hapx.plan import Plan
+from hapx.plan import Plan, ProgramKey
 from hapx.reshard import ReshardPlan, reshard_plan
-from hapx.schedules import Seconds, Timetable, in_flight, timetable
-from hapx.simulate import StageTimes, stage_times
+from hapx.schedules import Seconds, Timetable, in_flight, received_ahead, timetable
+from hapx.simulate import StageTimes, simulate_program, stage_times
 from hapx.states import Placement, Property
+from hapx.theory.derive import derive
 from hapx.theory.triple import Theory
 
 
@@ -44,7 +46,7 @@ class Staged:
 
     @cached_property
     def times(self) -> tuple[StageTimes, ...]:
-        return tuple(stage_times(c.program, c.theory.graph, self._exact(i, 1, 1)) for i, c in enumerate(self.candidates))
+        return tuple(stage_times(c.program, c.theory.graph, self.exact(i)) for i, c in enumerate(self.candidates))
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -54,11 +56,12 @@ class Staged:
         for i, stage in enumerate(plan.stages):
             theory = Theory(plan.part(key, i), stage.mesh, (), {}, {}, frozenset())  # costs need no more than the graph and the mesh
             costs = CostModel(theory, plan.cluster, plan.precision, plan.optimizer, key.mode)
-            placed = stored_in(plan, i, theory.graph)
+            placed = stored_in(plan, i, key)
             found.append(Candidate(theory, costs, stage.programs[key], placed, stage.lengths[key], stage.shares, 0.0, 0.0))
         return tuple(found)
 
-    def _exact(self, stage: int, repeats: int, kept: int) -> CostModel:
+    def exact(self, stage: int, repeats: int = 1, kept: int = 1) -> CostModel:
+        """The cost model of a stage at its lengths. repeats, kept: micro-batches in an iteration, and of them in memory."""
         best = self.candidates[stage]
         own = best.costs
         return CostModel(
@@ -68,6 +71,12 @@ class Staged:
     @cached_property
     def crossing(self) -> Mapping[tuple[int, int], float]:
         """Seconds from stage to stage, in the direction in which tensors flow."""
+        return {pair: crossing_seconds(plans, self.plan.cluster) for pair, plans in self.transfers.items()}
+
+    @cached_property
+    def transfers(self) -> Mapping[tuple[int, int], list[tuple[ReshardPlan, int]]]:
+        """From stage to stage, how every tensor of a micro-batch gets there, and the bytes of its elements; cotangents go from a later stage to an
+        earlier one."""
         plan, key = self.plan, self.plan.first
         found: dict[tuple[int, int], list[tuple[ReshardPlan, int]]] = {}
         for tensor, (a, made), (b, needed) in plan.boundaries(key):
@@ -77,7 +86,7 @@ class Staged:
             found.setdefault((a, b), []).append((reshard_plan(ref.shape, ends[0], ends[1], machines), DTYPE_BYTES[ref.dtype]))
             if ref.requires_grad and key.mode == "train":
                 found.setdefault((b, a), []).append((reshard_plan(ref.shape, ends[1], ends[0], machines), DTYPE_BYTES[ref.dtype]))
-        return {pair: crossing_seconds(plans, plan.cluster) for pair, plans in found.items()}
+        return found
 
     def _layout(self, stage: int, p: Property) -> Layout:
         own = self.plan.stages[stage]
@@ -92,31 +101,46 @@ class Staged:
     def memory(self) -> tuple[int, ...]:
         """Peak bytes per device; one that has several stages keeps what all of them keep."""
         total = [0] * self.plan.cluster.num_devices
-        schedule = self.plan.schedules[self.plan.first]
-        kept = in_flight(schedule)
-        for i, best in enumerate(self.candidates):
-            exact = self._exact(i, len(schedule.micro_batches), kept[i])
-            for d, size in zip(sorted(best.mesh.devices), memory(best, exact), strict=True):
-                total[d] += size
+        for stage in range(len(self.plan.stages)):
+            for device, size in self.stage_memory(stage).items():
+                total[device] += size
         return tuple(total)
+
+    def stage_memory(self, stage: int) -> dict[int, int]:
+        """Peak bytes of a stage by device: with all micro-batches in flight, and buffers for those that are received ahead."""
+        best, schedule = self.candidates[stage], self.plan.schedules[self.plan.first]
+        exact = self.exact(stage, len(schedule.micro_batches), in_flight(schedule)[stage])
+        found = dict(zip(sorted(best.mesh.devices), memory(best, exact), strict=True))
+        received = LocalSizes(best.program, best.theory.graph, exact, best.storage_of).received()
+        ahead = received_ahead(schedule)[stage]
+        for devices, size in zip(exact.view.devices, received, strict=True):
+            for device in devices:
+                found[device] += round(ahead * float(size))
+        return found
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Every stage's part of the work."""
+        plan = self.plan
+        speeds = [sum(plan.cluster.type_of(d).speed(plan.precision) for d in s.devices) for s in plan.stages]
+        work = [t.micro * speed for t, speed in zip(self.times, speeds, strict=True)]
+        return tuple(w / sum(work) for w in work)
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
         """Every device's part of the work."""
-        plan, shares = self.plan, [0.0] * self.plan.cluster.num_devices
-        speeds = [sum(plan.cluster.type_of(d).speed(plan.precision) for d in s.devices) for s in plan.stages]
-        work = [t.micro * speed for t, speed in zip(self.times, speeds, strict=True)]
+        shares = [0.0] * self.plan.cluster.num_devices
         for i, best in enumerate(self.candidates):
-            for d, share in zip(sorted(best.mesh.devices), work_shares(best, self._exact(i, 1, 1)), strict=True):
-                shares[d] += share * work[i] / sum(work)
+            for d, share in zip(sorted(best.mesh.devices), work_shares(best, self.exact(i)), strict=True):
+                shares[d] += share * self.work[i]
         return tuple(shares)
 
 
-def stored_in(plan: Plan, stage: int, graph: Graph) -> dict[str, Placement]:
-    """Where a stage has what is there before its first program begins: parameters and buffers, and what it receives."""
-    program = plan.stages[stage].programs[plan.first]
+def stored_in(plan: Plan, stage: int, key: ProgramKey) -> dict[str, Placement]:
+    """Where a stage has what is there before a program begins: parameters and buffers of its graph, and what it receives."""
+    graph, program = plan.part(key, stage), plan.stages[stage].programs[key]
     received = {p.tensor: p.placement for p in program.needs if p.tensor in graph.refs and graph.refs[p.tensor].kind is Kind.RECEIVED}
-    return {s.name: c.placement for s in plan.storage for c in s.copies if c.stage == stage} | received
+    return {s.name: c.placement for s in plan.storage for c in s.copies if c.stage == stage and s.name in graph.refs} | received
 
 
 def ties(plan: Plan) -> list[tuple[int, ...]]:
@@ -124,7 +148,16 @@ def ties(plan: Plan) -> list[tuple[int, ...]]:
     return [tuple(c.stage for c in s.copies) for s in plan.storage if len(s.copies) > 1]
 
 
-def predictions(plan: Plan) -> tuple[float, tuple[int, ...], tuple[float, ...]]:
-    """(iteration time, memory, shares)."""
-    staged = Staged(plan)
-    return staged.timetable.total, staged.memory, staged.shares
+def predictions(plan: Plan, theory: Theory | None = None) -> tuple[float, tuple[int, ...], tuple[float, ...]]:
+    """(iteration time, memory, shares) by the cost model and the simulator. theory: of a plan without schedules, where it is known. Raises HapError
+    for an unknown optimizer."""
+    if plan.schedules:
+        staged = Staged(plan)
+        return staged.timetable.total, staged.memory, staged.shares
+    stage, key = plan.stages[0], plan.first
+    graph, program, lengths = plan.graphs[key], stage.programs[key], stage.lengths[key]
+    known = theory or derive(graph, stage.mesh)
+    costs = CostModel(known, plan.cluster, plan.precision, plan.optimizer, key.mode)
+    candidate = Candidate(known, costs, program, stored_in(plan, 0, key), lengths, stage.shares, 0.0, 0.0)
+    exact = costs.at_lengths(lengths)
+    return simulate_program(program, graph, costs, lengths).total, memory(candidate, exact), work_shares(candidate, exact)

@@ -8,106 +8,37 @@ of the inner axis run inside machines on links (and process groups, so streams) 
 its way between machines.
 
 The terms are those of `hapx.cost` at the exact lengths of every device; devices that are alike and have equal lengths do the same and
-are simulated as one kind.
+are simulated as one kind. Of a plan of several stages, `hapx.schedules.timetable` says when which stage runs which micro-batch; its programs fill
+these runs (`hapx.pipeline_timeline`).
 Invariant: a program without gradient synchronisation takes at most its additive cost at these lengths, and just as long where one kind is the
 slowest in every phase; overlap and slack, which the additive cost cannot see, only shorten it.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import pairwise
 from operator import add
-from typing import Literal
 
 from hapx.buckets import BUCKET_BYTES, in_buckets
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
 from hapx.cost.terms import Piece, Term
-from hapx.errors import HapError
 from hapx.ir import Graph, Kind, OpCall
 from hapx.layout import Lengths
 from hapx.plan import Instruction, Plan, Program
 from hapx.theory.triple import Theory
+from hapx.timeline import Event, Stream, Timeline
 
-# "inside": communication of the inner axis of two levels
-Stream = Literal["compute", "communication", "inside"]
 Seconds = tuple[float, ...]  # per kind
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Something that runs on a stream of a device, from `start` to `stop` (seconds since the iteration began)."""
-
-    name: str
-    stream: Stream
-    start: float
-    stop: float
-
-    @property
-    def duration(self) -> float:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A span on every device: start and stop per kind."""
-
-    name: str
-    stream: Stream
-    start: tuple[float, ...]
-    stop: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One iteration. `kind_of`: (device, by its number in the cluster; its kind). `total`: seconds."""
-
-    kind_of: tuple[tuple[int, int], ...]
-    events: tuple[Event, ...]
-    total: float
-
-    @cached_property
-    def spans(self) -> dict[int, tuple[Span, ...]]:
-        """Per device, its spans in the order in which they were started. Spans of no length are left out."""
-        of = {
-            k: tuple(Span(e.name, e.stream, e.start[k], e.stop[k]) for e in self.events if e.stop[k] > e.start[k])
-            for k in {k for _, k in self.kind_of}
-        }
-        return {device: of[k] for device, k in self.kind_of}
-
-    def busy(self, stream: Stream = "compute") -> dict[int, float]:
-        """Seconds per device in which a stream works (a collective's waiting for the last device is not work)."""
-        return {device: sum(s.duration for s in spans if s.stream == stream) for device, spans in self.spans.items()}
-
-    def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the Chrome trace format, which Perfetto reads: a process per device, a thread per stream, microseconds."""
-        events: list[dict[str, object]] = []
-        threads: dict[Stream, int] = {"compute": 0, "communication": 1, "inside": 2}
-        for device, spans in self.spans.items():
-            events.append({"ph": "M", "name": "process_name", "pid": device, "args": {"name": f"device {device}"}})
-            for stream, thread in threads.items():
-                events.append({"ph": "M", "name": "thread_name", "pid": device, "tid": thread, "args": {"name": stream}})
-            for s in spans:
-                where = {"pid": device, "tid": threads[s.stream]}
-                events.append({"ph": "X", "name": s.name, "cat": s.stream, "ts": s.start * 1e6, "dur": s.duration * 1e6, **where})
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-
-    def __str__(self) -> str:
-        busy, outside, inside = self.busy(), self.busy("communication"), self.busy("inside")
-        moving = {device: seconds + inside[device] for device, seconds in outside.items()}
-        lines = [f"one iteration: {self.total * 1e3:.3f} ms"]
-        share = 1.0 / self.total if self.total else 0.0
-        return "\n".join(lines + [f"  device {d}: computes {b * share:4.0%}, communicates {moving[d] * share:4.0%}" for d, b in busy.items()])
-
-
 def simulate(plan: Plan) -> Timeline:
-    """One iteration of a plan's first training program. Raises HapError for a plan of several stages, whose pipeline is not simulated."""
-    if len(plan.stages) != 1:
-        raise HapError(f"the plan has {len(plan.stages)} stages", where="simulate", allowed="plans of one stage")
+    """One iteration of a plan's first training program, of its whole pipeline where it has one."""
+    if plan.schedules:
+        from hapx.pipeline_timeline import pipeline_timeline  # it is made from the simulations of the stages
+
+        return pipeline_timeline(plan)
     stage = plan.stages[0]
     key, program = next(iter(stage.programs.items()))
     graph = plan.graphs[key]
@@ -151,8 +82,40 @@ def stage_times(program: Program, graph: Graph, exact: CostModel) -> StageTimes:
     """By a cost model at concrete lengths."""
     assert exact.repeats == 1, "what happens once per iteration counts whole"
     clock = _run(program, graph, exact, events=False)
-    marks = clock.marks
-    return StageTimes(marks[0], marks[1] - marks[0], max(clock.now) - marks[1])
+    forward = clock.marks[0]
+    backward = clock.marks[-1]  # evaluation ends with forward
+    return StageTimes(forward, backward - forward, max(clock.now) - backward)
+
+
+@dataclass(frozen=True, slots=True)
+class StageEvents:
+    """What a stage's program does in a forward, and in a backward (times from its start on); what the last one of an iteration synchronises besides
+    (from its start on); how parameters are updated (from its end on)."""
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    synchronise: tuple[Event, ...]
+    update: tuple[Event, ...]
+
+
+def stage_events(program: Program, graph: Graph, exact: CostModel) -> StageEvents:
+    """The events behind `stage_times`."""
+    clock = _run(program, graph, exact, events=True)
+    forward, *rest = clock.parts()
+    backward, after = rest if len(rest) == 2 else ([], [])  # evaluation ends with forward
+    buckets = [e for e in backward if e.name.startswith("synchronise")]
+    return StageEvents(
+        tuple(forward),
+        tuple(_later(e, -clock.marks[0]) for e in backward if not e.name.startswith("synchronise")),
+        tuple(_later(e, -clock.marks[0]) for e in buckets),
+        tuple(_later(e, -clock.marks[-1]) for e in after),
+    )
+
+
+def _later(event: Event, seconds: float) -> Event:
+    """The event at another time; before 0 where a kind goes on before the others."""
+    start, stop = (tuple(t + seconds for t in times) for times in (event.start, event.stop))
+    return replace(event, start=start, stop=stop)
 
 
 def _run(program: Program, graph: Graph, exact: CostModel, events: bool, synchronisation: Mapping[str, float] | None = None) -> _Clock:
@@ -230,9 +193,15 @@ class _Clock:
         self._num_buckets = 0
         self._values: dict[int, tuple[Term, Seconds]] = {}
         self.marks: list[float] = []  # when forward was done, and backward
+        self._places: list[int] = []
 
     def mark(self) -> None:
         self.marks.append(max(self.now))
+        self._places.append(len(self.events))
+
+    def parts(self) -> list[list[Event]]:
+        """The events before, between and after marks."""
+        return [self.events[a:b] for a, b in pairwise((0, *self._places, len(self.events)))]
 
     def compute(self, name: str, term: Term | None) -> None:
         if term is None:

@@ -12,25 +12,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from math import isclose, prod
+from math import isclose
 
-from hapx.cluster.spec import ClusterSpec
-from hapx.cost.model import CostModel
-from hapx.cost.remat import chosen_blocks, with_blocks, without_blocks
 from hapx.errors import HapError, PlanError
-from hapx.graph.borders import candidate_segments, carried, is_coarser
-from hapx.graph.segments import find_blocks, graph_hash
-from hapx.ir import FLOATING, Graph, Kind, TorchConst
-from hapx.lower import Candidate, memory, work_shares
-from hapx.plan import VERSION, Communication, LocalBlock, LocalIndices, LocalOffset, LocalShape, LocalSize, Mesh, Plan, Program, ProgramKey, Stage
-from hapx.simulate import simulate_program
+from hapx.ir import Graph, Kind
+from hapx.plan import Communication, LocalBlock, LocalIndices, LocalOffset, LocalShape, LocalSize, Plan, Program, ProgramKey, Stage
+from hapx.predict import predictions, stored_in
 from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
 from hapx.theory.derive import derive
-from hapx.theory.discover import verify_probed
 from hapx.theory.replay import replay
 from hapx.theory.triple import Theory
+from hapx.verify_graphs import verify_graph, where_of
+from hapx.verify_stages import SHARES, verify_boundaries, verify_frame, verify_schedule, verify_storage
 
-SHARES = 1e-6  # how far shares may be from what they must be
 PREDICTIONS = 1e-6  # the same, relative, for seconds and bytes: sums of floats in another order
 
 
@@ -50,144 +44,35 @@ def verify(plan: Plan) -> None:
 
 
 def _verify(plan: Plan) -> None:
-    _verify_frame(plan)
-    (stage,) = plan.stages
-    _verify_mesh(plan, stage.mesh)
-    _verify_storage(plan)
-    for key, graph in plan.graphs.items():
-        _verify_graph(plan, key, graph)
-        theory = _verify_program(plan, stage, key, graph)
-        if key == plan.first:
-            _verify_predictions(plan, theory)
-    if not set(stage.programs) == set(stage.lengths) == set(plan.graphs):
-        raise PlanError("has programs or lengths without a graph", where="stage 0")
-
-
-def _verify_frame(plan: Plan) -> None:
-    """What is fixed for every plan so far: one stage on all devices, no pipeline."""
-    if plan.version != VERSION:
-        raise PlanError(f"plan version {plan.version}", allowed=str(VERSION), hint="make the plan again")
-    if len(plan.stages) != 1 or plan.schedules:
-        raise PlanError(f"{len(plan.stages)} stages, {len(plan.schedules)} schedules", allowed="1 stage and no schedule")
-    if not plan.graphs:
-        raise PlanError("no program", where="graphs")
-    (stage,) = plan.stages
-    everything = {key: (0, len(graph.nodes)) for key, graph in plan.graphs.items()}
-    if stage.nodes != everything:
-        raise PlanError(f"nodes {list(stage.nodes.values())}", where="stage 0", allowed=f"{list(everything.values())}, all nodes of every graph")
-    if stage.devices != stage.mesh.devices:
-        raise PlanError(f"devices {stage.devices} are not those of its mesh, {stage.mesh.devices}", where="stage 0")
-    used = {cut.row for lengths in stage.lengths.values() for cut in lengths}
-    segments = range(plan.graphs[plan.first].segments)
-    chosen = {stage.mesh.row(stage.mesh.uneven, segment=s) for s in segments} if stage.mesh.uneven is not None else set()
-    if not used <= set(stage.shares) <= used | chosen:
-        raise PlanError(f"ratios of rows {', '.join(map(str, stage.shares))}", where="stage 0", allowed=", ".join(map(str, used | chosen)))
-    for row, shares in stage.shares.items():
-        if len(shares) != stage.mesh.sizes[row.axis] or not _is_distribution(shares):
-            raise PlanError(f"ratios {shares} of row {row} do not sum to 1 over {stage.mesh.sizes[row.axis]}", where="stage 0")
-
-
-def _verify_mesh(plan: Plan, mesh: Mesh) -> None:
-    """All devices of a possible cluster in order; at most one axis uneven."""
-    ClusterSpec.load(plan.cluster.to_dict())  # raises for numbers that no cluster file may have
-    devices = plan.cluster.devices
-    if mesh.devices != tuple(range(len(devices))) or prod(mesh.sizes) != len(devices):
-        raise PlanError(f"mesh devices {mesh.devices} in {'x'.join(map(str, mesh.sizes))} are not the cluster's", where="mesh")
-    if any(a.kind == "micro_batches" for a in mesh.axes):
-        raise PlanError("an axis of micro-batches", where="mesh", allowed="axes of devices")
-    if mesh.uneven is not None and not 0 <= mesh.uneven < len(mesh.axes):
-        raise PlanError(f"uneven axis {mesh.uneven}", where="mesh", allowed=f"below {len(mesh.axes)}")
-
-
-def _verify_storage(plan: Plan) -> None:
-    """Every parameter and buffer of the graphs is stored once, under its names."""
-    refs = {r.name for g in plan.graphs.values() for k in (Kind.PARAMETER, Kind.BUFFER) for r in g.of_kind(k)}
-    aliases = {group[0]: group[1:] for g in plan.graphs.values() for group in g.tied}
-    names = [s.name for s in plan.storage]
-    if len(set(names)) != len(names) or set(names) != refs:
-        odd = sorted(set(names) ^ refs) or sorted({n for n in names if names.count(n) > 1})
-        raise PlanError(f"{', '.join(odd)}: stored more or less than once", where="storage")
-    for stored in plan.storage:
-        if stored.aliases != aliases.get(stored.name, ()):
-            raise PlanError(f"other names {stored.aliases}", where=f"storage of {stored.name}", allowed=str(aliases.get(stored.name, ())))
-        if len(stored.copies) != 1 or stored.copies[0].stage != 0:
-            raise PlanError(f"{len(stored.copies)} copies", where=f"storage of {stored.name}", allowed="one, in stage 0")
-
-
-# ---- graphs ----------------------------------------------------------------------------------------------------------------
-
-
-def _verify_graph(plan: Plan, key: ProgramKey, graph: Graph) -> None:
-    where = _where(key)
-    if graph.hash != graph_hash(graph):
-        raise PlanError("the graph was changed after it was captured", where=where)
-    shapes = tuple(graph.refs[n].shape for n in graph.input_names)
-    if (key.mode, key.shapes) != (graph.mode, shapes):
-        raise PlanError(f"the graph is for {graph.mode} {list(map(list, shapes))}", where=where)
-    under = {value.name for r in graph.regions if r.kind == "autocast" for _, value in r.options if isinstance(value, TorchConst)}
-    if key.autocast is not None and (key.autocast not in FLOATING or key.autocast not in under):
-        raise PlanError(f"under autocast {key.autocast}, but no part of the graph is", where=where)
-    _verify_tensors(graph, where)
-    verify_probed(graph, where)
-    _verify_regions(graph, where)
-    if graph.block_of != find_blocks(graph.nodes, graph.refs) or len(graph.segment_of) != len(graph.nodes):
-        raise PlanError("the segments or repeated blocks are not those of its nodes", where=where)
-    _verify_segments(plan, key, graph, where)
-
-
-def _verify_segments(plan: Plan, key: ProgramKey, graph: Graph, where: str) -> None:
-    """The first program's segments are parts of the model, several of them where the restriction allows it; those of the others follow."""
-    rule = plan.restriction
-    if key != plan.first:
-        if graph.segment_of != carried(plan.graphs[plan.first], graph):
-            raise PlanError("the segments are not those of the first program", where=where)
-        return
-    parts = candidate_segments(graph, rule.segments if rule.most_segments > 1 else 1)
-    if not is_coarser(graph.segment_of, parts) or graph.segments > rule.most_segments:
-        raise PlanError("the segments are not made of parts of the model", where=where, allowed=f"up to {rule.most_segments}, of the parts {parts}")
-
-
-def _verify_regions(graph: Graph, where: str) -> None:
-    """Runs of nodes, those of checkpoints apart from each other; the ones that the planner chose are repeated blocks."""
-    before = 0
-    for region in graph.regions:
-        if not 0 <= region.start < region.stop <= len(graph.nodes) or (region.kind == "checkpoint" and region.start < before):
-            raise PlanError(
-                f"a {region.kind} of nodes {region.start} to {region.stop}", where=where, allowed="nodes of the graph, each in one checkpoint"
-            )
-        before = region.stop if region.kind == "checkpoint" else before
-    if chosen_blocks(graph) and graph.regions != with_blocks(without_blocks(graph)).regions:
-        raise PlanError("other blocks are computed again in backward than a planner would choose", where=where, hint="plan again")
-
-
-def _verify_tensors(graph: Graph, where: str) -> None:
-    """Names, kinds and marks that other parts rely on."""
-    made = {o.name: o for n in graph.nodes for o in n.outputs}
-    for name, ref in graph.refs.items():
-        if ref.name != name or made.get(name, ref) != ref:
-            raise PlanError(f"two tensors are called {name}", where=where)
-    if [o.role for o in graph.outputs].count("loss") != 1:
-        raise PlanError("has not exactly one loss", where=where)
-    for node in graph.nodes:
-        if node.batch_dims != (None,) * len(node.outputs):
-            raise PlanError(f"batch dims {node.batch_dims} of {node.call.target}", where=where, allowed="none")
+    verify_frame(plan)
+    for key in plan.graphs:
+        verify_graph(plan, key)
+    verify_storage(plan)
+    theories = []
+    for key in plan.graphs:
+        for number in range(len(plan.stages)):
+            theory = _verify_program(plan, number, key)
+            theories += [theory] if key == plan.first else []
+        if plan.schedules:
+            verify_boundaries(plan, key)
+            verify_schedule(plan, key)
+    _verify_predictions(plan, theories[0])
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------------
 
 
-def _verify_program(plan: Plan, stage: Stage, key: ProgramKey, graph: Graph) -> Theory:
-    where = _where(key)
-    if key not in stage.programs or key not in stage.lengths:
-        raise PlanError("has a graph but no program or lengths", where=where)
+def _verify_program(plan: Plan, number: int, key: ProgramKey) -> Theory:
+    stage, graph = plan.stages[number], plan.part(key, number)
+    where = where_of(key) if len(plan.stages) == 1 else f"stage {number}, {where_of(key)}"
     program, lengths = stage.programs[key], stage.lengths[key]
     if program.key != key:
         raise PlanError(f"program is for {program.key}", where=where)
-    storage = _storage(plan, graph)
+    storage = stored_in(plan, number, key)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # operators without a rule were named when the plan was made
         theory = derive(graph, stage.mesh)
-    replay(program, theory, storage)
+    _replay(program, theory, storage, where if len(plan.stages) > 1 else "")
     _verify_ends(program, graph, storage, where)
     if any(i.remat is not None for i in program.instructions):
         raise PlanError("rematerialises", where=where, allowed="programs without rematerialisation")
@@ -198,11 +83,21 @@ def _verify_program(plan: Plan, stage: Stage, key: ProgramKey, graph: Graph) -> 
     for cut, own in lengths.items():
         _verify_lengths(cut, own, stage, where)
     first = stage.lengths[plan.first]
-    for placement in storage.values():
+    for placement in (p for name, p in storage.items() if graph.refs[name].kind is not Kind.RECEIVED):
         for state in placement.states:
             if isinstance(state, Sharded) and state.cut.row.kind != "even" and first.get(state.cut) != lengths.get(state.cut):
                 raise PlanError(f"lengths of stored cut {state} differ between programs", where=where)
     return theory
+
+
+def _replay(program: Program, theory: Theory, storage: Mapping[str, Placement], where: str) -> None:
+    """The replay; of several stages, an error says whose program it is."""
+    try:
+        replay(program, theory, storage)
+    except PlanError as error:
+        if not where:
+            raise
+        raise PlanError(error.what, where=f"{where}, {error.where}", allowed=error.allowed, hint=error.hint) from error
 
 
 def _verify_ends(program: Program, graph: Graph, storage: Mapping[str, Placement], where: str) -> None:
@@ -229,12 +124,6 @@ def _may_be_freed(c: Communication, kind: Kind, graph: Graph) -> bool:
 def _verify_lengths(cut: Cut, got: tuple[int, ...], stage: Stage, where: str) -> None:
     if len(got) != stage.mesh.sizes[cut.row.axis] or min(got) < 0 or sum(got) != cut.units:
         raise PlanError(f"lengths {got} of row {cut.row} do not sum to {cut.units} units over {stage.mesh.sizes[cut.row.axis]}", where=where)
-
-
-def _storage(plan: Plan, graph: Graph) -> dict[str, Placement]:
-    """Stored placement of every parameter and buffer of a graph."""
-    names = [r.name for k in (Kind.PARAMETER, Kind.BUFFER) for r in graph.of_kind(k)]
-    return {name: plan.storage_of[name].copies[0].placement for name in names}
 
 
 def cuts_of(program: Program, storage: Mapping[str, Placement]) -> tuple[Cut, ...]:
@@ -266,17 +155,6 @@ def cuts_of(program: Program, storage: Mapping[str, Placement]) -> tuple[Cut, ..
 # ---- predictions -----------------------------------------------------------------------------------------------------------
 
 
-def predictions(plan: Plan, theory: Theory | None = None) -> tuple[float, tuple[int, ...], tuple[float, ...]]:
-    """(iteration time, memory, shares) of a plan by the cost model and the simulator. Raises HapError for an unknown optimizer."""
-    stage, key = plan.stages[0], plan.first
-    graph, program, lengths = plan.graphs[key], stage.programs[key], stage.lengths[key]
-    known = theory or derive(graph, stage.mesh)
-    costs = CostModel(known, plan.cluster, plan.precision, plan.optimizer, key.mode)
-    candidate = Candidate(known, costs, program, _storage(plan, graph), lengths, stage.shares, 0.0, 0.0)
-    exact = costs.at_lengths(lengths)
-    return simulate_program(program, graph, costs, lengths).total, memory(candidate, exact), work_shares(candidate, exact)
-
-
 def _verify_predictions(plan: Plan, theory: Theory) -> None:
     time, held, shares = predictions(plan, theory)
     where, hint = "predictions", "plan again with this hapx"
@@ -291,11 +169,3 @@ def _verify_predictions(plan: Plan, theory: Theory) -> None:
 def _all_close(found: Iterable[float], wanted: Iterable[float], relative: float, absolute: float) -> bool:
     a, b = tuple(found), tuple(wanted)
     return len(a) == len(b) and all(isclose(x, y, rel_tol=relative, abs_tol=absolute) for x, y in zip(a, b, strict=True))
-
-
-def _is_distribution(shares: tuple[float, ...]) -> bool:
-    return min(shares) > -1e-9 and isclose(sum(shares), 1.0, abs_tol=SHARES)
-
-
-def _where(key: ProgramKey) -> str:
-    return f"program {key.mode} {list(map(list, key.shapes))}"

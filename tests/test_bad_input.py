@@ -32,14 +32,16 @@ from hapx.graph.segments import graph_hash
 from hapx.ir import Graph, OpCall
 from hapx.plan import Instruction, Plan
 from hapx.planner import extend, key_of, plan_module
+from hapx.predict import predictions
 from hapx.restriction import Restriction
 from hapx.states import REPLICATED, Placement, Sharded
-from hapx.verify import predictions
 from support.clusters import FOUR, TWO, TWO_MACHINES, slow_devices
 from support.equivalence import assert_equivalent
 from support.models import CNN, GPT, MLP
 from support.mutations import changes
 from support.pool import RankError, pool
+from support.small_stages import DEEP, GPT_2, gpt, interleaved
+from support.staged import assert_staged
 from support.unlike import TwoParts, unlike
 
 WIDTHS = (6, 8, 3)
@@ -70,10 +72,11 @@ def text_of(work: Callable[[], Any]) -> str:
 
 # ---- plans that somebody changed ----------------------------------------------------------------------------------------------
 
-# Where a node comes from and how a mesh and its axes are called: for people. Which cluster and which restriction a plan was made for are what the
-# user said, not what follows from it (their numbers must be possible, and fit the predictions as far as these depend on them).
-FOR_PEOPLE = {("Node", "module"), ("Node", "source"), ("Mesh", "name"), ("Axis", "name"), ("Axis", "kind")}
-SAID_BY_THE_USER = {("Plan", "cluster"), ("Plan", "restriction")}
+# Where a node comes from, what mixes samples and how a mesh and its axes are called: for people. Which cluster and which restriction a plan was made
+# for and where layers begin are what the user said, not what follows from it (their numbers must be possible, and fit the predictions as far as
+# these depend on them).
+FOR_PEOPLE = {("Node", "module"), ("Node", "source"), ("Mesh", "name"), ("Axis", "name"), ("Axis", "kind"), ("MicroBatches", "mixing")}
+SAID_BY_THE_USER = {("Plan", "cluster"), ("Plan", "restriction"), ("Graph", "boundaries")}
 
 
 def essence(value: Any) -> Any:
@@ -95,7 +98,9 @@ def essence(value: Any) -> Any:
 
 
 def sample(name: str) -> tuple[Callable[[], Any], int, Plan]:
-    """(model, batch, plan): shards and an evaluation program, composites and collectives in forms, two axes, two segments."""
+    """(model, batch, plan): shards and an evaluation program, composites and collectives in forms, two axes, two segments, stages."""
+    if name in STAGED:
+        return STAGED[name][0], 8, STAGED[name][1]()
     if name == "mlp":
         factory, cluster, batch, rule = model, TWO_MACHINES, 32, Restriction("m", mesh="two-level", ratios=(3.0, 1.0))
     elif name == "gpt":
@@ -111,6 +116,10 @@ def sample(name: str) -> tuple[Callable[[], Any], int, Plan]:
         plan = extend(plan, graph, key_of(graph))
     plan.verify()
     return factory, batch, plan
+
+
+# a loss that counts before, with a tied head; two stages on each device
+STAGED: dict[str, tuple[Any, Callable[[], Plan]]] = {"stages": (GPT_2, gpt), "interleaved": (DEEP, interleaved)}
 
 
 def other_plans(name: str, count: int, seed: int) -> Counter[str]:
@@ -134,11 +143,12 @@ def other_plans(name: str, count: int, seed: int) -> Counter[str]:
         found["another"] += 1
         print("another sound plan:", what)
         assert changed.graphs[changed.first].hash == plan.graphs[plan.first].hash, what
-        assert_equivalent(factory, lambda step: factory().example(batch, seed=step), changed)
+        check = assert_staged if name in STAGED else assert_equivalent
+        check(factory, lambda step: factory().example(batch, seed=step), changed)
     return found
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn", "parts"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn", "parts", *STAGED])
 def test_changed_plans_are_refused(name: str) -> None:
     found = other_plans(name, 150, seed=ord(name[0]))
     print(found)
@@ -148,7 +158,7 @@ def test_changed_plans_are_refused(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn", "parts"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn", "parts", *STAGED])
 def test_many_changed_plans_are_refused(name: str, seed: int) -> None:
     found = other_plans(name, 600, seed)
     print(found)

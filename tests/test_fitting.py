@@ -15,8 +15,8 @@ from hapx.errors import InsufficientMemoryError
 from hapx.ir import Graph
 from hapx.plan import Plan
 from hapx.planner import plan_graphs, plan_module
+from hapx.predict import predictions
 from hapx.restriction import Restriction
-from hapx.verify import predictions
 from support.models import GPT
 from support.theories import GraphBuilder
 

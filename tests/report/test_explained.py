@@ -14,6 +14,7 @@ from hapx.errors import HapError
 from hapx.layout import local_shape
 from hapx.lower import Candidate
 from hapx.plan import Plan
+from hapx.predict import predictions
 from hapx.report.memory import PARTS, memory_parts, memory_table
 from hapx.report.messages import Traffic, traffic, traffic_table
 from hapx.report.phases import CAUSES, phases, phases_table
@@ -24,7 +25,6 @@ from hapx.report.words import size_text, time_text
 from hapx.restriction import AUTO, BASELINES
 from hapx.simulate import simulate
 from hapx.transposes import COLLECTIVES
-from hapx.verify import predictions
 from support.models import GPT, MLP
 from support.plans import flat, mlp_batch_split, mlp_tensor_parallel, mlp_two_level, place, sharded
 

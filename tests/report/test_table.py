@@ -14,7 +14,7 @@ from hapx.report.split import TimeSplit, split_of
 from hapx.report.table import batch_sizes, plan_table
 from hapx.report.words import devices_text, lengths_text, ranges_text, size_text, time_text
 from hapx.restriction import BASELINES
-from hapx.simulate import Event, Timeline
+from hapx.timeline import Event, Timeline
 from support.plans import flat, mlp_batch_split, mlp_tensor_parallel, place, sharded
 
 MODULES = ("blocks.0", "", "blocks.1", "")

@@ -17,10 +17,10 @@ from hapx.cluster.spec import ClusterSpec
 from hapx.graph.segments import graph_hash
 from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef
 from hapx.plan import VERSION, Axis, Communication, Copy, Form, Instruction, Mesh, Plan, Program, ProgramKey, Stage, Storage, Triple
+from hapx.predict import predictions
 from hapx.restriction import Restriction
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Property, Row, Sharded, State
 from hapx.transposes import TRANSPOSES
-from hapx.verify import predictions
 
 LETTERS: Mapping[str, State] = {"R": REPLICATED, "I": INVARIANT, "P": PARTIAL}
 FORMED = {"all_gather", "reduce_scatter"}
