@@ -151,8 +151,9 @@ def stage_times(program: Program, graph: Graph, exact: CostModel) -> StageTimes:
     """By a cost model at concrete lengths."""
     assert exact.repeats == 1, "what happens once per iteration counts whole"
     clock = _run(program, graph, exact, events=False)
-    marks = clock.marks
-    return StageTimes(marks[0], marks[1] - marks[0], max(clock.now) - marks[1])
+    forward = clock.marks[0]
+    backward = clock.marks[-1]  # evaluation ends with forward
+    return StageTimes(forward, backward - forward, max(clock.now) - backward)
 
 
 def _run(program: Program, graph: Graph, exact: CostModel, events: bool, synchronisation: Mapping[str, float] | None = None) -> _Clock:
