@@ -114,6 +114,11 @@ class HAP(nn.Module):
         """Plan on rank 0, tell everybody, shard the module."""
         text, compared = json.loads(self._world.from_first(lambda: json.dumps(self._first_plan(example_inputs)), "planning"))
         found: Plan = self._world.together(lambda: _checked(text, self._cluster), "reading the plan")
+        if self._local_inputs and len(found.stages) > 1:
+            raise LaunchError(
+                f"a pipeline of {len(found.stages)} stages takes whole batches", where='HAP(..., inputs="local")', allowed='inputs="global"',
+                hint="a plan of one stage takes the ranks' own shares: plan with micro_batches=1",
+            )  # fmt: skip
         self._captured = {found.first} if compared else set()
         groups = [create_groups(stage.mesh) for stage in found.stages]
         seed = int(self._world.from_first(lambda: str(torch.initial_seed()), "drawing a seed"))
@@ -265,9 +270,9 @@ class HAP(nn.Module):
 
     @property
     def code(self) -> str:
-        """The local training program as Python text."""
+        """The local training program as Python text; in a pipeline, those of this rank's stages."""
         executor = self._running()
-        return executor.program(executor.plan.first).code
+        return executor.code(executor.plan.first)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:

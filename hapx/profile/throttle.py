@@ -25,8 +25,11 @@ from torch import Tensor
 
 from hapx.cluster.spec import ClusterSpec, DeviceType
 from hapx.collectives.communicator import Communicator, Handle
+from hapx.collectives.messages import Messenger
 from hapx.errors import HapError
 from hapx.plan import Form
+from hapx.runtime.executor import Executor
+from hapx.runtime.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from hapx.api import HAP
@@ -87,14 +90,21 @@ def _at_speed(kind: DeviceType, name: str, speed: float) -> DeviceType:
 def attach(throttle: Throttle, model: HAP) -> None:
     """Slows a planned model that has not run yet: from now on its computation on this rank takes as long as the slow core would need.
 
-    Checkpoints: all its communications (of the local program, the gradients and the norm), and the beginning of a call, where the ranks
-    agree on what they are about to run. What the caller computes between (an optimizer's step) is paid at the next checkpoint."""
-    executor = model._running()
+    Checkpoints: all its communications (of the local programs, between stages, of the gradients and the norm), and the beginning of a call, where
+    the ranks agree on what they are about to run. What the caller computes between (an optimizer's step) is paid at the next checkpoint."""
+    slow(throttle, model._running())
+    model.register_forward_pre_hook(lambda *_: throttle.pay())
+
+
+def slow(throttle: Throttle, executor: Executor | Pipeline) -> None:
+    """Slows what runs a plan on this device, before it has run. In a pipeline, messages between stages are checkpoints too."""
     if executor.started:
         raise HapError("the model has already run", where="throttle", hint="attach the throttle before the first call")
-    executor.wrap(lambda communicator: ThrottledCommunicator(communicator, throttle))
-    model.register_forward_pre_hook(lambda *_: throttle.pay())
-    executor.program(executor.plan.first).module.register_forward_pre_hook(lambda *_: throttle.restart())
+    if isinstance(executor, Pipeline):
+        executor.wrap(lambda communicator: ThrottledCommunicator(communicator, throttle), lambda inner: ThrottledMessenger(inner, throttle))
+    else:
+        executor.wrap(lambda communicator: ThrottledCommunicator(communicator, throttle))
+    executor.begins = throttle.restart
 
 
 class ThrottledCommunicator:
@@ -149,6 +159,24 @@ class ThrottledCommunicator:
     def barrier(self) -> None:
         with self.throttle.outside():
             self.inner.barrier()
+
+
+class ThrottledMessenger:
+    """A messenger that pays before a message leaves and before one is waited for, and starts afresh after waiting."""
+
+    def __init__(self, messenger: Messenger, throttle: Throttle):
+        self.inner, self.throttle = messenger, throttle
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    def isend(self, t: Tensor, device: int, channel: int = 0) -> Handle:
+        self.throttle.pay()
+        return _ThrottledHandle(self.inner.isend(t, device, channel), self.throttle)
+
+    def irecv(self, buffer: Tensor, device: int, channel: int = 0) -> Handle:
+        return _ThrottledHandle(self.inner.irecv(buffer, device, channel), self.throttle)
 
 
 class _ThrottledHandle:

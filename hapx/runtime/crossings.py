@@ -35,9 +35,10 @@ class Way:
 @dataclass(frozen=True)
 class Tie:
     """A parameter that several stages keep. Per stage of this device: where its gradient goes, and whence the others come, in the order of the stages
-    (None: its own)."""
+    (None: its own). `stages`: all that keep it, ascending."""
 
     name: str
+    stages: tuple[int, ...]
     senders: Mapping[int, tuple[Resharder, ...]]
     receivers: Mapping[int, tuple[Resharder | None, ...]]
 
@@ -78,7 +79,7 @@ def crossings(
         stages = sorted({s for pair in between for s in pair})
         senders = {s: tuple(made[s, t] for t in stages if t != s) for s in stages if s in own}
         receivers = {s: tuple(None if t == s else made[t, s] for t in stages) for s in stages if s in own}
-        ties.append(Tie(name, senders, receivers))
+        ties.append(Tie(name, tuple(stages), senders, receivers))
     return Crossings(ways, tuple(ties))
 
 

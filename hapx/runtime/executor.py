@@ -53,6 +53,7 @@ class Executor:
         self.rank, self.module, self.communicators = rank, module, communicators
         self.device = device or torch.device("cpu")
         self.rng = Rng(seed)
+        self.begins: Callable[[], None] = lambda: None  # called when a run begins
         self.drifts = len({plan.cluster.devices[d].type for d in plan.stages[0].mesh.devices}) > 1
         self.everyone = communicators[tuple(range(len(plan.stages[0].mesh.axes)))]
         home = Home(0, Position.of(plan.stages[0], plan.first, rank), communicators)
@@ -87,11 +88,16 @@ class Executor:
         """The local program, built at its first use."""
         return self.runner.program(key, local_inputs)
 
+    def code(self, key: ProgramKey) -> str:
+        """The local program as Python text."""
+        return self.program(key).code
+
     # ---- running ------------------------------------------------------------------------------------------------------
 
     def run(self, key: ProgramKey, inputs: Mapping[str, Tensor], local_inputs: Mapping[str, Placement] | None = None) -> dict[str, Tensor]:
         """One forward pass. `inputs`: by the graph's names, whole, except for `local_inputs`. Returns the graph's outputs by name,
         as this device has them, and updates the module's buffers."""
+        self.begins()
         self.runner.program(key, local_inputs)  # built before anything changes
         if key.mode == "train":
             self.rng.next_step()

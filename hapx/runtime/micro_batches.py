@@ -40,14 +40,39 @@ def join(graph: Graph, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tenso
     micro = graph.micro_batches
     assert micro is not None and len(parts) == micro.number
     joined = {graph.loss: torch.stack([p[graph.loss] for p in parts]).sum(0)}
-    for name, slot in micro.results:
-        pieces = [p[name] for p in parts]
-        if isinstance(slot, Site):
-            blocks = [p.unflatten(slot.dim, (slot.outer, -1)) for p in pieces]
-            joined[name] = torch.cat(blocks, slot.dim + 1).flatten(slot.dim, slot.dim + 1)
-        else:
-            joined[name] = torch.stack(pieces).sum(0) if isinstance(slot, Partial) else pieces[-1]
-    return joined
+    return joined | {name: rejoin(graph, name, [p[name] for p in parts]) for name, _ in micro.results}
+
+
+def rejoin(graph: Graph, name: str, pieces: Sequence[Tensor]) -> Tensor:
+    """A result of the whole batch from those of its micro-batches, or of what is left of them."""
+    slot = _slot(graph, name)
+    if isinstance(slot, Site):
+        blocks = [p.unflatten(slot.dim, (slot.outer, -1)) for p in pieces]
+        return torch.cat(blocks, slot.dim + 1).flatten(slot.dim, slot.dim + 1)
+    return torch.stack(list(pieces)).sum(0) if isinstance(slot, Partial) and len(pieces) > 1 else pieces[-1]
+
+
+def unjoin(graph: Graph, name: str, whole: Tensor) -> tuple[Tensor, ...]:
+    """What `rejoin` makes the same again: the micro-batches of a result that has them, else the result alone."""
+    slot, micro = _slot(graph, name), graph.micro_batches
+    assert micro is not None
+    if not isinstance(slot, Site):
+        return (whole,)
+    size = whole.shape[slot.dim] // (slot.outer * micro.number)
+    blocks = whole.unflatten(slot.dim, (slot.outer, micro.number, size))
+    return tuple(blocks.select(slot.dim + 1, m).flatten(slot.dim, slot.dim + 1).contiguous() for m in range(micro.number))
+
+
+def joined_shape(graph: Graph, name: str) -> tuple[int, ...]:
+    """Of a result of the whole batch."""
+    slot, shape, micro = _slot(graph, name), graph.refs[name].shape, graph.micro_batches
+    assert micro is not None
+    return tuple(n * micro.number if isinstance(slot, Site) and d == slot.dim else n for d, n in enumerate(shape))
+
+
+def _slot(graph: Graph, name: str) -> object:
+    assert graph.micro_batches is not None
+    return next(slot for result, slot in graph.micro_batches.results if result == name)
 
 
 def _size(batch: int, number: int, name: str = "") -> int:

@@ -30,4 +30,5 @@ def clip_grad_norm_(store: ParameterStore, max_norm: float, norm_type: float = 2
     for _, p in named:
         assert p.grad is not None
         p.grad.mul_(scale.to(p.grad.dtype))
-    return total.to(named[0][1].dtype if named else torch.float32)
+    dtype = next((p.dtype for p in store.module.parameters()), torch.float32)  # alike on all devices, whatever they have gradients of
+    return total.to(dtype)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from hapx.collectives.communicator import Communicator
-from hapx.errors import HapError, LaunchError, PlanError
+from hapx.errors import HapError, PlanError
 from hapx.ir import Kind
 from hapx.plan import Plan
 from hapx.runtime.local import Communicators, Position
+from hapx.runtime.materialise import materialise
 from hapx.states import REPLICATED, Placement, Sharded
 
 
@@ -87,10 +88,17 @@ class ParameterStore:
     # ---- sharding -----------------------------------------------------------------------------------------------------
 
     def _shard(self) -> None:
-        done = self._materialise() if any(t.is_meta for _, t in self._named()) else frozenset()
+        done = frozenset[int]()
+        if any(t.is_meta for _, t in self._named()):
+            done = materialise(self.module, self.everyone, self.device, self._place)
         for name, tensor in self._named():
             if id(tensor) not in done:
                 tensor.data = self._piece(name, tensor.data)
+
+    def _place(self, name: str) -> tuple[Position, Placement] | None:
+        """How this device keeps a parameter or buffer."""
+        home = self.home(name)
+        return (home.position, self.placement(name, home.stage)) if home is not None else None
 
     def _piece(self, name: str, whole: Tensor) -> Tensor:
         """This device's piece of rank 0's value, in memory of its own (a collective call)."""
@@ -99,40 +107,6 @@ class ParameterStore:
     def _taken(self, name: str, whole: Tensor) -> Tensor:
         home = self.home(name)
         return home.position.take(whole, self.placement(name, home.stage)) if home is not None else whole.new_empty(0)
-
-    def _materialise(self) -> frozenset[int]:
-        """Gives a `meta` module its values, one submodule at a time: rank 0's `reset_parameters` decides, everybody keeps a piece.
-        Returns the ids of the parameters that are pieces now.
-
-        Raises LaunchError, on all ranks, where a submodule cannot say what its values are."""
-        done: dict[nn.Parameter, nn.Parameter] = {}
-        for path, module in self.module.named_modules():
-            own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.is_meta]
-            fresh = [(n, p) for n, p in own if p not in done]
-            lost = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
-            if (fresh or lost) and not callable(getattr(module, "reset_parameters", None)):
-                names = ", ".join(f"{path}.{n}" if path else n for n in [*(n for n, _ in fresh), *lost])
-                raise LaunchError(
-                    f"cannot give a value to {names}: the module is on `meta` and {type(module).__name__} has no reset_parameters()",
-                    where=path or "model", hint="define reset_parameters() on it, or build the module on the CPU",
-                )  # fmt: skip
-            if not fresh and not lost:
-                for name, parameter in own:
-                    module._parameters[name] = done[parameter]
-                continue
-            for name, parameter in own:  # also the tied ones that are done: reset_parameters() fills them all
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
-            for name in lost:
-                module._buffers[name] = torch.empty_like(module._buffers[name], device=self.device)  # type: ignore[arg-type]
-            module.reset_parameters()  # type: ignore[operator]
-            for name, parameter in own:
-                if parameter not in done:
-                    value = module._parameters[name]
-                    assert value is not None
-                    value.data = self._piece(f"{path}.{name}" if path else name, value.data)
-                    done[parameter] = value
-                module._parameters[name] = done[parameter]
-        return frozenset(id(p) for p in done.values())
 
     # ---- whole tensors ------------------------------------------------------------------------------------------------
 

@@ -10,134 +10,34 @@ they sum up to the loss of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hapx.collectives.communicator import Communicator
+from hapx.collectives.mailbox import Lane
+from hapx.collectives.messages import Messenger
 from hapx.collectives.rng import Rng
-from hapx.errors import LaunchError
-from hapx.ir import TensorRef
+from hapx.errors import LaunchError, PlanError
+from hapx.ir import Kind, TensorRef
 from hapx.plan import Action, Plan, ProgramKey
 from hapx.runtime.build import LocalProgram
 from hapx.runtime.counts import Counter
-from hapx.runtime.crossings import Crossings, Messengers, Way, crossings
+from hapx.runtime.crossings import Crossings, Messengers, crossings
 from hapx.runtime.executor import ALIGN_EVERY, share_out
 from hapx.runtime.gradients import BUCKET_BYTES, GradientSynchroniser
 from hapx.runtime.local import Communicators, Position
-from hapx.runtime.micro_batches import join, split
+from hapx.runtime.micro_batches import join, joined_shape, rejoin, unjoin
 from hapx.runtime.norms import clip_grad_norm_
 from hapx.runtime.parameters import Home, ParameterStore
-from hapx.runtime.reshard import Pending
 from hapx.runtime.stage import StageRunner
+from hapx.runtime.step import Step
+from hapx.schedules import delivered
 from hapx.states import Placement
-
-
-@dataclass
-class Kept:
-    """What a stage keeps of a micro-batch between forward and backward: received tensors (leaves of autograd) and outputs, by name; cotangents of the
-    outputs that have arrived."""
-
-    received: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    cotangents: dict[str, Tensor] = field(default_factory=dict)
-
-
-class _Step:
-    """One run of a schedule on this device."""
-
-    def __init__(self, pipeline: Pipeline, key: ProgramKey, inputs: Mapping[str, Tensor], seed: float):
-        self.pipeline, self.key, self.seed = pipeline, key, seed
-        plan = pipeline.plan
-        self.graph, self.crossings = plan.graphs[key], pipeline.crossings(key)
-        assert self.graph.micro_batches is not None
-        counter = pipeline.counter(key)
-        counts = counter.counts(inputs, {n: pipeline.store.full(n, pipeline.module.get_buffer(n)) for n in counter.buffers})
-        self.micro_batches = [{**own, **counts} for own in split(inputs, self.graph.micro_batches)]
-        self.actions = plan.schedules[key].actions[pipeline.group] if pipeline.group >= 0 else ()
-        self.training = torch.is_grad_enabled() and key.mode == "train"
-        self.last = {a.stage: a.micro_batch for a in self.actions if a.kind == "backward"}
-        self.kept: dict[tuple[int, int], Kept] = {}
-        self.sending: list[Any] = []
-        self.posted: dict[tuple[int, int, str], list[tuple[Way, Pending]]] = {}
-        self.results: list[dict[str, Tensor]] = [{} for _ in self.micro_batches]
-
-    def run(self) -> list[dict[str, Tensor]]:
-        """Per micro-batch, the loss and results of this device's stages, detached."""
-        for action in self.actions:
-            if self.training or (action.kind != "backward" and action.kind != "synchronise" and action.direction == "forward"):
-                getattr(self, f"_{action.kind}")(action)
-        return self.results
-
-    def wait(self) -> None:
-        """For everything that was sent."""
-        for handle in self.sending:
-            handle.wait()
-
-    def _own(self, action: Action) -> Kept:
-        return self.kept.setdefault((action.stage, action.micro_batch), Kept())
-
-    def _way(self, action: Action) -> Way:
-        ends = (action.stage, action.peer) if action.kind == "send" else (action.peer, action.stage)
-        return self.crossings.ways[(*ends, action.direction)]
-
-    def _send(self, action: Action) -> None:
-        own, way = self._own(action), self._way(action)
-        if action.direction == "forward":
-            tensors = [own.outputs[n].detach() for n in way.names]
-        else:
-            tensors = [_cotangent(own.received[n]) for n in way.names]
-        self.sending += way.resharder.send(tensors)
-
-    def _receive(self, action: Action) -> None:
-        way = self._way(action)
-        self.posted.setdefault((action.stage, action.micro_batch, action.direction), []).append((way, way.resharder.post()))
-
-    def _arrived(self, action: Action) -> Iterator[tuple[str, Tensor]]:
-        """What a run waits for, in the order in which it was asked for."""
-        for way, pending in self.posted.pop((action.stage, action.micro_batch, action.kind), ()):
-            yield from zip(way.names, way.resharder.finish(pending), strict=True)
-
-    def _forward(self, action: Action) -> None:
-        pipeline, own = self.pipeline, self._own(action)
-        for name, tensor in self._arrived(action):
-            own.received[name] = tensor.requires_grad_(self.training and self.graph.refs[name].requires_grad)
-        pipeline.rng.step = pipeline.base + action.micro_batch
-        waits = self.training and action.micro_batch != self.last[action.stage]  # its gradients join those of the last one
-        with pipeline.gradients[action.stage].no_sync() if waits else nullcontext():
-            outputs = pipeline.runners[action.stage].run(self.key, {**self.micro_batches[action.micro_batch], **own.received})
-        own.outputs = outputs
-        for output in pipeline.plan.part(self.key, action.stage).outputs:
-            if output.role in ("loss", "result"):
-                self.results[action.micro_batch][output.tensor] = outputs[output.tensor].detach()
-
-    def _backward(self, action: Action) -> None:
-        own, graph = self._own(action), self.pipeline.plan.part(self.key, action.stage)
-        for name, tensor in self._arrived(action):
-            own.cotangents[name] = own.cotangents[name] + tensor if name in own.cotangents else tensor
-        pairs = [(own.outputs[n], own.cotangents[n] if n in own.cotangents else self._seed(own.outputs[n])) for n in graph.roots]
-        torch.autograd.backward([t for t, _ in pairs], [c for _, c in pairs])
-        own.outputs, own.cotangents = {}, {}
-
-    def _seed(self, loss: Tensor) -> Tensor:
-        return torch.full_like(loss, self.seed)
-
-    def _synchronise(self, action: Action) -> None:
-        for tie in self.crossings.ties:
-            for resharder in tie.senders.get(action.stage, ()):
-                self.sending += resharder.send([self.pipeline.gradient(tie.name)])
-
-    def _free(self, action: Action) -> None:
-        self.kept.pop((action.stage, action.micro_batch), None)
-
-
-def _cotangent(received: Tensor) -> Tensor:
-    """What flows back to where a tensor came from; nothing did where the micro-batch has no elements here."""
-    return received.grad if received.grad is not None else torch.zeros_like(received)
 
 
 class Pipeline:
@@ -157,11 +57,13 @@ class Pipeline:
         self.rank, self.module, self.everyone, self.messengers = rank, module, everyone, messengers
         self.device, self.rng, self.base = device or torch.device("cpu"), Rng(seed), 0
         self.scale = scale
+        self.begins: Callable[[], None] = lambda: None  # called when a run begins
         self.all_communicators = tuple(communicators)
         self._plan = plan
         own = plan.stages_of(rank)
         self.group = next((i for i, devices in enumerate(plan.groups) if rank in devices), -1)
         homes = [Home(s, Position.of(plan.stages[s], plan.first, rank), communicators[s]) for s in own]
+        _check_buffers(plan)
         self.store = ParameterStore(module, plan, homes, everyone, self.device)
         named = dict(module.named_parameters(remove_duplicate=False))
         self.gradients = {s: GradientSynchroniser(named, communicators[s], gradient_dtype) for s in own}
@@ -169,9 +71,10 @@ class Pipeline:
             s: StageRunner(plan, s, rank, module, communicators[s], self.rng, self.gradients[s], device=self.device, bucket_bytes=bucket_bytes)
             for s in own
         }
-        self.drifts = any(len({plan.cluster.devices[d].type for d in stage.devices}) > 1 for stage in plan.stages)
+        self.drifts = _drifts(plan)
         self._counters: dict[ProgramKey, Counter] = {}
         self._crossings: dict[ProgramKey, Crossings] = {}
+        self._delivered: dict[ProgramKey, Mapping[Action, tuple[Action, ...]]] = {}
 
     @property
     def plan(self) -> Plan:
@@ -198,6 +101,33 @@ class Pipeline:
             self._crossings[key] = crossings(self.plan, key, self.rank, self.all_communicators, self.messengers, self.device)
         return self._crossings[key]
 
+    def delivered(self, key: ProgramKey) -> Mapping[Action, tuple[Action, ...]]:
+        """What this device has sent may be waited for at these actions (`hapx.schedules.delivered`)."""
+        if key not in self._delivered:
+            ties = [tuple(c.stage for c in s.copies) for s in self.plan.storage if len(s.copies) > 1]
+            every = delivered(self.plan.schedules[key], len(self.plan.stages), ties)
+            self._delivered[key] = every[self.group] if self.group >= 0 else {}
+        return self._delivered[key]
+
+    @property
+    def started(self) -> bool:
+        """Whether a program was built."""
+        return bool(self._crossings) or any(runner.programs for runner in self.runners.values())
+
+    def wrap(self, wrapper: Callable[[Communicator], Communicator], messengers: Callable[[Messenger], Messenger]) -> None:
+        """Puts something between the device and its communicators and messengers, before the first program is built."""
+        self.all_communicators = tuple({axes: wrapper(c) for axes, c in own.items()} for own in self.all_communicators)
+        self.everyone = self.store.everyone = wrapper(self.everyone)
+        self.store.homes = {s: replace(home, communicators=self.all_communicators[s]) for s, home in self.store.homes.items()}
+        for stage, runner in self.runners.items():
+            runner.communicators = self.gradients[stage].communicators = self.all_communicators[stage]
+        inner = self.messengers
+
+        def made(lanes: Iterable[Lane]) -> Messenger:
+            return messengers(inner(lanes))
+
+        self.messengers = made
+
     def _of(self, stage: int) -> Communicators:
         return self.all_communicators[stage]
 
@@ -213,14 +143,16 @@ class Pipeline:
     def run(self, key: ProgramKey, inputs: Mapping[str, Tensor], local_inputs: Mapping[str, Placement] | None = None) -> dict[str, Tensor]:
         """One forward pass of the whole batch; in training, with gradients wanted, the backward passes too. `inputs`: by the graph's names, whole.
         Returns the graph's outputs by name: the loss on every device, results as the devices of their stage have them (empty elsewhere)."""
+        self.begins()
         if local_inputs:
             raise LaunchError("a pipeline takes whole batches", where="HAP", allowed='inputs="global"')
+        self._check_inputs(key, inputs)
         times = len(self.plan.schedules[key].micro_batches)
         if key.mode == "train":
             if self.drifts and (self.rng.step + times) // ALIGN_EVERY > self.rng.step // ALIGN_EVERY:
-                self.store.align()
+                self.align(key)
             self.base = self.rng.step + 1
-        step = _Step(self, key, inputs, self.scale())
+        step = Step(self, key, inputs, self.scale())
         results, gradients = self._with_gradients(step) if step.training else (step.run(), [])
         step.wait()
         if key.mode == "train":
@@ -232,7 +164,37 @@ class Pipeline:
             outputs[loss] = _Ran.apply(anchor, self, gradients, step.seed, outputs[loss])
         return outputs
 
-    def _with_gradients(self, step: _Step) -> tuple[list[dict[str, Tensor]], list[Tensor | None]]:
+    def _check_inputs(self, key: ProgramKey, inputs: Mapping[str, Tensor]) -> None:
+        """Raises LaunchError, before anything is sent, for inputs that are not the batch that the program is for."""
+        graph = self.plan.graphs[key]
+        assert graph.micro_batches is not None
+        for name in graph.given:
+            ref, found = graph.refs[name], inputs[name]
+            whole = (ref.shape[0] * graph.micro_batches.number, *ref.shape[1:]) if name in graph.micro_batches.cut else ref.shape
+            if tuple(found.shape) != whole or found.dtype != getattr(torch, ref.dtype):
+                raise LaunchError(
+                    f"{name} is {str(found.dtype).removeprefix('torch.')}{list(found.shape)}", where=f"rank {self.rank}",
+                    allowed=f"{ref.dtype}{list(whole)}, {graph.micro_batches.number} micro-batches of {graph.batch}",
+                )  # fmt: skip
+
+    @torch.no_grad()
+    def align(self, key: ProgramKey) -> None:
+        """`ParameterStore.align`, also over the stages that share a parameter: the first one decides (a collective call)."""
+        self.store.align()
+        sending = []
+        for tie in self.crossings(key).ties:
+            value = self.module.get_parameter(tie.name).data
+            first = tie.stages[0]
+            for stage, ways in tie.senders.items():
+                sending += [h for way in ways for h in way.send([value])] if stage == first else []
+            for stage, arriving in tie.receivers.items():
+                way = arriving[0]
+                if stage != first and way is not None:
+                    value.copy_(way.finish(way.post())[0])
+        for handle in sending:
+            handle.wait()
+
+    def _with_gradients(self, step: Step) -> tuple[list[dict[str, Tensor]], list[Tensor | None]]:
         """Runs a schedule; the gradients that it makes are taken out of the parameters again."""
         parameters = list(self.module.parameters())
         before = [p.grad for p in parameters]
@@ -275,13 +237,14 @@ class Pipeline:
         return next(i for i, s in enumerate(self.plan.stages) for p in s.programs[key].gives if p.tensor == tensor)
 
     def gathered(self, key: ProgramKey, name: str, piece: Tensor) -> Tensor:
-        """A result, whole, on all devices, from the pieces of those of its stage (a collective call)."""
-        stage = self.stage_of(key, name)
+        """A result, whole, on all devices, from the pieces of those of its stage, micro-batch by micro-batch (a collective call)."""
+        stage, graph = self.stage_of(key, name), self.plan.graphs[key]
         source = self.plan.stages[stage].devices[0]
-        whole = piece
+        whole = piece.new_empty(joined_shape(graph, name))
         if stage in self.runners:
-            placement = next(p.placement for p in self.plan.stages[stage].programs[key].gives if p.tensor == name)
-            whole = self.runners[stage].position(key).gather(piece, placement, self._of(stage))
+            placement = {p.tensor: p.placement for p in self.plan.stages[stage].programs[key].gives}[name]
+            position = self.runners[stage].position(key)
+            whole = rejoin(graph, name, [position.gather(p, placement, self._of(stage)) for p in unjoin(graph, name, piece)])
         return self.everyone.broadcast(whole, source)
 
     def batch_sizes(self, key: ProgramKey) -> tuple[int, ...]:
@@ -303,16 +266,30 @@ class Pipeline:
         """By what the loss is going to be multiplied before `backward`."""
         self.scale = scale
 
-    def program(self, key: ProgramKey) -> LocalProgram:
-        """The local program of this device's first stage."""
-        return self.runners[min(self.runners)].program(key)
+    def code(self, key: ProgramKey) -> str:
+        """The local programs of this device's stages as Python text."""
+        parts = [f"# stage {stage} of {len(self.plan.stages)}\n{runner.program(key).code}" for stage, runner in sorted(self.runners.items())]
+        return "\n\n".join(parts) or "# this device has no part in any stage\n"
 
-    def add(self, gradients: Sequence[Tensor | None], factor: float) -> None:
-        """Adds gradients, times a factor, to those of the module's parameters."""
-        for p, gradient in zip(self.module.parameters(), gradients, strict=True):
-            if gradient is not None:
-                scaled = gradient if factor == 1.0 else gradient * factor
-                p.grad = scaled.clone() if p.grad is None else p.grad + scaled
+    def programs(self, key: ProgramKey) -> list[LocalProgram]:
+        """The local programs of this device's stages."""
+        return [runner.program(key) for _, runner in sorted(self.runners.items())]
+
+    @torch.no_grad()
+    def add(self, gradients: list[Tensor | None], factor: float, keep: bool) -> None:
+        """Adds gradients, times a factor, to those of the module's parameters; takes them out of the list, one by one, unless they are to be kept."""
+        for i, p in enumerate(self.module.parameters()):
+            gradient = gradients[i]
+            if gradient is None:
+                continue
+            if not keep:
+                gradients[i] = None
+            if p.grad is not None:
+                p.grad.add_(gradient, alpha=factor) if factor != 1.0 else p.grad.add_(gradient)
+            else:
+                p.grad = gradient.clone() if keep else gradient
+                if factor != 1.0:
+                    p.grad.mul_(factor)
 
 
 class _Ran(torch.autograd.Function):
@@ -325,5 +302,26 @@ class _Ran(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        ctx.pipeline.add(ctx.gradients, float(cotangent.double()) / ctx.seed)
+        if ctx.gradients is None:
+            raise RuntimeError("backward through a pipeline's loss a second time: its gradients were handed out; pass retain_graph=True before")
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.pipeline.add(ctx.gradients, float(cotangent.double()) / ctx.seed, keep)
+        if not keep:
+            ctx.gradients = None
         return None, None, None, None, None
+
+
+def _drifts(plan: Plan) -> bool:
+    """Whether several kinds of devices keep the same parameter."""
+    kinds = [{plan.cluster.devices[d].type for d in stage.devices} for stage in plan.stages]
+    return any(len(set[str]().union(*(kinds[c.stage] for c in s.copies))) > 1 for s in plan.storage)
+
+
+def _check_buffers(plan: Plan) -> None:
+    """Raises PlanError where a buffer is written by stages that are not on the same devices as all that use it."""
+    for graph in plan.graphs.values():
+        written = {o.target for o in graph.outputs if o.role == "buffer"} | {r.name for r in graph.of_kind(Kind.BUFFER) if r.mutated}
+        for stored in plan.storage:
+            homes = {plan.stages[c.stage].devices for c in stored.copies}
+            if len(homes) > 1 and written & {stored.name, *stored.aliases}:
+                raise PlanError(f"buffer {stored.name} is written, and stages on different devices use it", where="storage", allowed="one stage")

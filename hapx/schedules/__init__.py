@@ -7,6 +7,7 @@ timetable(schedule, Seconds(forward=(1.0, 1.0, 2.0), backward=(2.0, 2.0, 4.0))).
 """
 
 from hapx.schedules.check import check, in_flight, received_ahead
+from hapx.schedules.delivered import delivered
 from hapx.schedules.grid import grid
 from hapx.schedules.make import make
 from hapx.schedules.orders import promised
@@ -15,6 +16,6 @@ from hapx.schedules.timetable import Seconds, Span, Timetable, timetable
 from hapx.schedules.warm import hiding
 
 __all__ = [
-    "Crossing", "Style", "make", "check", "in_flight", "received_ahead", "promised", "grid",
+    "Crossing", "Style", "make", "check", "in_flight", "received_ahead", "promised", "grid", "delivered",
     "Seconds", "Span", "Timetable", "timetable", "hiding", "crossings_between", "groups_of", "tied_stages",
 ]  # fmt: skip

@@ -30,6 +30,19 @@ def expect_no_deadlock(schedule: Schedule, tied: Sequence[frozenset[int]], rende
         raise PlanError(f"groups wait for each other for ever{how}: {'; '.join(waits)}", where=f"schedule {schedule.name}")
 
 
+def linear_order(schedule: Schedule, tied: Sequence[frozenset[int]]) -> list[Action]:
+    """All actions of all groups, one after another, each after what it waits for. Raises PlanError as `expect_no_deadlock` does."""
+    expect_no_deadlock(schedule, tied, rendezvous=True)
+    replay, size = _Replay(schedule, tied, rendezvous=False), len(schedule.actions)
+    found: list[Action] = []
+    while len(found) < sum(map(len, schedule.actions)):
+        for group in range(size):
+            start = replay.place[group]
+            replay.advance(group)
+            found += schedule.actions[group][start : replay.place[group]]
+    return found
+
+
 def receives_by_run(actions: Sequence[Action]) -> dict[tuple[str, int, int], list[Action]]:
     """The receives that a group's runs wait for, by kind, stage and micro-batch of the run."""
     found: dict[tuple[str, int, int], list[Action]] = {}
