@@ -8,6 +8,7 @@ are planned once more, each with the micro-batches in flight that its place asks
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,20 +26,58 @@ from hapx.parts import part
 from hapx.pipelines import Piece, assemble, piece_of, plan_piece
 from hapx.plan import Instruction, Plan, Triple
 from hapx.predict import Staged
+from hapx.progress import Teller
 from hapx.schedules import crossings_between, hiding, in_flight
 from hapx.stage_prices import Asker
-from hapx.stages.clustering import find_layers
+from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, warm
 from hapx.stages.dp import solve
 from hapx.stages.space import space
 from hapx.states import Property
+from hapx.synth.astar import Statistics
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
+from hapx.theory.normalise import warn_of_mixing
 
+NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
 MOST_ASKS = 30  # calls of the planner, unless nothing was found yet
 DISCIPLINES = (ONE_F_ONE_B, warm(1), warm(2))
 MOST_NUMBERS = 2
 PUT_TOGETHER = 3  # pipelines that are simulated
+
+
+def plan_with_stages(asked: Setting, whole: Callable[[], Plan], parts: Callable[[int], Graph], number: int | None) -> Plan:
+    """The faster one of a plan of one stage, made by `whole`, and the best pipeline. number: of micro-batches, if it is given. Raises what `whole`
+    raises where no pipeline fits either."""
+    failure: InsufficientMemoryError | None = None
+    single: Plan | None = None
+    try:
+        single = whole()
+    except InsufficientMemoryError as error:
+        failure = error
+    numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster)
+    began = time.perf_counter()
+    found: list[Plan] = []
+    if single is None or single.iteration_time > NEAR * at_full_speed(asked):
+        told = Teller(asked.progress, Statistics(), "pipelines", 1, 1, single.iteration_time if single is not None else inf)
+        found = pipelines(asked, parts, numbers, told.known, lambda _: told("planning stages"))
+    spent = time.perf_counter() - began
+    if not found or (single is not None and single.iteration_time <= found[0].iteration_time):
+        if single is None:
+            assert failure is not None
+            raise failure
+        return replace(single, statistics={**single.statistics, "stages_time": spent, "pipelines": len(found)})
+    best = found[0]
+    warn_of_mixing(best.graphs[best.first])
+    one = {"one_stage": single.iteration_time} if single is not None else {}
+    before = single.statistics if single is not None else {}
+    return replace(best, statistics={**before, **best.statistics, **one, "stages_time": spent, "pipelines": len(found)})
+
+
+def at_full_speed(asked: Setting) -> float:
+    """Seconds of an iteration if all devices computed all the time, and nothing else took any."""
+    speeds = sum(asked.cluster.type_of(d).speed(asked.precision) for d in range(asked.cluster.num_devices))
+    return float(node_flops(asked.graph).sum()) / speeds
 
 
 def numbers_of_micro_batches(batch: int, cluster: ClusterSpec) -> tuple[int, ...]:
@@ -77,7 +116,7 @@ def pipelines(
         keep=PUT_TOGETHER + 1, watch=told,
     )  # fmt: skip
     plans: list[tuple[Plan, Pipeline, Asker]] = []
-    for pipeline in [p for p in found.pipelines if len(p.stages) > 1][:PUT_TOGETHER]:
+    for pipeline in [p for p in found.pipelines if 1 < len(p.stages) <= asked.rule.max_stages][:PUT_TOGETHER]:
         asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
         pieces = [_placed(asker, s.start, s.stop, s.answer.plan, s.devices) for s in pipeline.stages]
         statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}

@@ -39,6 +39,7 @@ from hapx.simulate import iteration_time
 from hapx.synth.forbidden import NOTHING
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
+from hapx.theory.normalise import normalised
 
 if TYPE_CHECKING:
     from torch import nn
@@ -306,20 +307,35 @@ def plan_module(
     optimizer: str = "adamw", precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto", autocast: str | None = None,
     progress: Watcher | None = None,
 ) -> Plan:  # fmt: skip
-    """Captures a module and plans it. Never reads or changes its values."""
-    if micro_batches not in ("auto", 1):
-        raise HapError(f"micro_batches={micro_batches!r}", where="plan", allowed='"auto" or 1')
+    """Captures a module and plans it: as one program on all devices, and, where the strategy allows several stages, as a pipeline. micro_batches: of
+    a pipeline; 1: no pipeline. Never reads or changes the module's values."""
+    if micro_batches != "auto" and (not isinstance(micro_batches, int) or micro_batches < 1):
+        raise HapError(f"micro_batches={micro_batches!r}", where="plan", allowed='"auto", or a number that divides the batch')
     rule = with_remat(restriction(strategy), remat)  # wrong names are reported before the long part
     from hapx.graph.capture import capture  # torch is needed only to capture
 
     began = time.perf_counter()
     graph = capture(module, example_inputs, loss_fn=loss_fn)
     captured = time.perf_counter() - began
-    return plan_graphs(
-        [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[key_of(graph, autocast)], capture_time=captured,
-        progress=progress,
-        more=lambda setting: _smaller_batch(setting, example_inputs, lambda inputs: capture(module, inputs, loss_fn=loss_fn)),
-    )  # fmt: skip
+    if isinstance(micro_batches, int) and graph.batch % micro_batches:
+        raise HapError(f"micro_batches={micro_batches}", where="plan", allowed=f"a divisor of the batch of {graph.batch}")
+
+    def part(number: int) -> Graph:
+        return normalised(capture(module, first_rows(example_inputs, graph.batch, graph.batch // number), loss_fn=loss_fn), graph)
+
+    def whole() -> Plan:
+        return plan_graphs(
+            [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[key_of(graph, autocast)], capture_time=captured,
+            progress=progress,
+            more=lambda setting: _smaller_batch(setting, example_inputs, lambda inputs: capture(module, inputs, loss_fn=loss_fn)),
+        )  # fmt: skip
+
+    if rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1:
+        return whole()
+    from hapx.inter_op import plan_with_stages
+
+    asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
+    return plan_with_stages(asked, whole, part, micro_batches if isinstance(micro_batches, int) else None)
 
 
 def _smaller_batch(setting: Setting, example_inputs: Any, captured: Callable[[Any], Graph]) -> Iterator[str]:

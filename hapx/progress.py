@@ -11,7 +11,7 @@ from typing import Literal
 
 from hapx.synth.astar import Statistics, Watch
 
-Doing = Literal["deriving rules", "searching"]
+Doing = Literal["deriving rules", "searching", "planning stages"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ class Restriction:
         segments: parts of the model with ratios of their own, where that pays. "auto": the planner finds them, four at most; "none" or 1: the whole
             model has one compute row and one storage row; a number: at most so many; module paths: each is a part, what is under none of them belongs
             to the part before it. Only balanced ratios have segments.
-        max_stages: see the planner.
+        max_stages: of a pipeline; 1: one program on all devices. More are tried where the model's micro-batches can be captured and something is to
+            be gained by them.
     """
 
     name: str = "auto"
@@ -56,7 +57,7 @@ class Restriction:
         return MOST_SEGMENTS if self.segments == "auto" else int(self.segments)
 
 
-AUTO = Restriction()
+AUTO = Restriction(max_stages=64)
 
 BASELINES: Mapping[str, Restriction] = MappingProxyType(
     {

@@ -7,10 +7,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+from hapx import HAP
 from support.clusters import TWO_MACHINES, slow_devices
 from support.models import CNN, GPT, MLP
+from support.pool import pool
 from support.staged import assert_staged, staged_plan
 
 SIX = slow_devices(["fast", "slow"], ["medium", "medium"], ["slow", "fast"])
@@ -57,3 +60,40 @@ def test_other_models(model: Callable[[], nn.Module]) -> None:
 def test_on_processes() -> None:
     plan = staged_plan(GPT_4(), examples(GPT_4)(0), TWO_MACHINES, HALVES, 4)
     assert_staged(GPT_4, examples(GPT_4), plan, optimizer="adamw", mode="gloo")
+
+
+SLOW_LINK = slow_devices(["fast", "fast"], ["slow", "slow"], inter="2 Mbit/s", speed=1e8)
+GPT_WIDE: Callable[[], Any] = partial(GPT, vocab=13, width=32, heads=4, layers=4, context=16)
+
+
+def train_as_users_do() -> tuple[int, list[float], dict[str, Tensor]]:
+    """On this rank: nothing says that there is a pipeline."""
+    module = GPT_WIDE()
+    hap = HAP(module, SLOW_LINK, example_inputs=module.example(16, 0))
+    optimizer = torch.optim.AdamW(hap.parameters(), lr=1e-3)
+    losses = []
+    for step in range(2):
+        loss = hap(*module.example(16, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return len(hap.plan.stages), losses, hap.full_state_dict()
+
+
+@pytest.mark.gloo
+def test_auto_chooses_a_pipeline_over_a_slow_link() -> None:
+    module = GPT_WIDE()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    expected = []
+    for step in range(2):
+        loss = module(*module.example(16, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss.detach()))
+    for stages, losses, state in pool(4).run(train_as_users_do, timeout=120):
+        assert stages > 1
+        assert losses == pytest.approx(expected, rel=1e-9)
+        for name, tensor in module.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
