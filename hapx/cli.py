@@ -118,7 +118,7 @@ def show(
     """Explains a plan: layers, where time and memory go, the most expensive communications; by the options more, instead of these."""
     with _one_line():
         from hapx.report.progress import shown
-        from hapx.report.show import REASONS, SECTIONS, overview
+        from hapx.report.show import REASONS, SECTIONS, overview, programs
 
         found = _load(file)
         wanted = {"communication": communication, "phases": phases, "statistics": statistics}
@@ -134,7 +134,7 @@ def show(
                 if text is not None:
                     typer.echo(f"\n{text}")
         if program:
-            typer.echo("\n" + "\n\n".join(str(p) for stage in found.stages for p in stage.programs.values()))
+            typer.echo(f"\n{programs(found)}")
 
 
 @app.command()

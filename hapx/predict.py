@@ -71,6 +71,12 @@ class Staged:
     @cached_property
     def crossing(self) -> Mapping[tuple[int, int], float]:
         """Seconds from stage to stage, in the direction in which tensors flow."""
+        return {pair: crossing_seconds(plans, self.plan.cluster) for pair, plans in self.transfers.items()}
+
+    @cached_property
+    def transfers(self) -> Mapping[tuple[int, int], list[tuple[ReshardPlan, int]]]:
+        """From stage to stage, how every tensor of a micro-batch gets there, and the bytes of its elements; cotangents go from a later stage to an
+        earlier one."""
         plan, key = self.plan, self.plan.first
         found: dict[tuple[int, int], list[tuple[ReshardPlan, int]]] = {}
         for tensor, (a, made), (b, needed) in plan.boundaries(key):
@@ -80,7 +86,7 @@ class Staged:
             found.setdefault((a, b), []).append((reshard_plan(ref.shape, ends[0], ends[1], machines), DTYPE_BYTES[ref.dtype]))
             if ref.requires_grad and key.mode == "train":
                 found.setdefault((b, a), []).append((reshard_plan(ref.shape, ends[1], ends[0], machines), DTYPE_BYTES[ref.dtype]))
-        return {pair: crossing_seconds(plans, plan.cluster) for pair, plans in found.items()}
+        return found
 
     def _layout(self, stage: int, p: Property) -> Layout:
         own = self.plan.stages[stage]
@@ -93,29 +99,40 @@ class Staged:
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Peak bytes per device; one that has several stages keeps what all of them keep. With buffers for micro-batches that are received ahead."""
+        """Peak bytes per device; one that has several stages keeps what all of them keep."""
         total = [0] * self.plan.cluster.num_devices
-        schedule = self.plan.schedules[self.plan.first]
-        kept, ahead = in_flight(schedule), received_ahead(schedule)
-        for i, best in enumerate(self.candidates):
-            exact = self.exact(i, len(schedule.micro_batches), kept[i])
-            for d, size in zip(sorted(best.mesh.devices), memory(best, exact), strict=True):
-                total[d] += size
-            received = LocalSizes(best.program, best.theory.graph, exact, best.storage_of).received()
-            for devices, size in zip(exact.view.devices, received, strict=True):
-                for d in devices:
-                    total[d] += round(ahead[i] * float(size))
+        for stage in range(len(self.plan.stages)):
+            for device, size in self.stage_memory(stage).items():
+                total[device] += size
         return tuple(total)
+
+    def stage_memory(self, stage: int) -> dict[int, int]:
+        """Peak bytes of a stage by device: with all micro-batches in flight, and buffers for those that are received ahead."""
+        best, schedule = self.candidates[stage], self.plan.schedules[self.plan.first]
+        exact = self.exact(stage, len(schedule.micro_batches), in_flight(schedule)[stage])
+        found = dict(zip(sorted(best.mesh.devices), memory(best, exact), strict=True))
+        received = LocalSizes(best.program, best.theory.graph, exact, best.storage_of).received()
+        ahead = received_ahead(schedule)[stage]
+        for devices, size in zip(exact.view.devices, received, strict=True):
+            for device in devices:
+                found[device] += round(ahead * float(size))
+        return found
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Every stage's part of the work."""
+        plan = self.plan
+        speeds = [sum(plan.cluster.type_of(d).speed(plan.precision) for d in s.devices) for s in plan.stages]
+        work = [t.micro * speed for t, speed in zip(self.times, speeds, strict=True)]
+        return tuple(w / sum(work) for w in work)
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
         """Every device's part of the work."""
-        plan, shares = self.plan, [0.0] * self.plan.cluster.num_devices
-        speeds = [sum(plan.cluster.type_of(d).speed(plan.precision) for d in s.devices) for s in plan.stages]
-        work = [t.micro * speed for t, speed in zip(self.times, speeds, strict=True)]
+        shares = [0.0] * self.plan.cluster.num_devices
         for i, best in enumerate(self.candidates):
             for d, share in zip(sorted(best.mesh.devices), work_shares(best, self.exact(i)), strict=True):
-                shares[d] += share * work[i] / sum(work)
+                shares[d] += share * self.work[i]
         return tuple(shares)
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from hapx.cli import app
 from support.plans import mlp_batch_split
+from support.small_stages import gpt
 
 ROOT = Path(__file__).parents[1]
 SPECS = ROOT / "cluster_specs"
@@ -232,3 +233,17 @@ def test_a_custom_operator_is_told_of_in_one_line_and_planned() -> None:
         "hapx: hapx_tests.swish.default has no entry; by execution it has the rules S0 -> S0; S1 -> S1 (in model (custom_model.py:"
     )
     assert "predicted iteration" in result.stdout
+
+
+def test_plans_of_several_stages(tmp_path: Path) -> None:
+    path, trace = tmp_path / "stages.json", tmp_path / "t.json"
+    gpt().save(path)
+    shown = run("show", path).stdout
+    assert shown.startswith(str(gpt()))
+    assert "stage 1, device 1: 1 slow, layers blocks.1, norm, head" in shown
+    assert "stage 0, device 0" in run("show", path, "--program").stdout
+    assert "between stages, for each micro-batch" in run("show", path, "--communication").stdout
+    assert run("simulate", path, "--trace", trace).stdout.startswith(f"one iteration: {gpt().iteration_time * 1e3:.3f} ms")
+    assert "F3@1" in {e["name"] for e in json.loads(trace.read_text())["traceEvents"]}
+    assert "2 stages, 4x 1f1b" in run("compare", path, path).stdout
+    assert "the plan has several stages" in mistake("whatif", path)

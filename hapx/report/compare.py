@@ -35,6 +35,9 @@ def compare_table(plans: Mapping[str, Plan]) -> str:
 
 
 def _mesh(plan: Plan) -> str:
-    """The view, and how many segments have ratios of their own."""
+    """The view, and how many segments have ratios of their own; of several stages, how many, and their schedule."""
+    if plan.schedules:
+        schedule = plan.schedules[plan.first]
+        return f"{len(plan.stages)} stages, {len(schedule.micro_batches)}x {schedule.name}"
     name, segments = plan.stages[0].mesh.name, plan.graphs[plan.first].segments
     return f"{name}, {segments} segments" if segments > 1 else name

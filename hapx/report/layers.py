@@ -126,7 +126,7 @@ class _Collector:
         if ref.kind is Kind.PARAMETER:
             synchronised = isinstance(step.source, Invariant) and isinstance(step.target, Replicated)
             return ("gradients" if synchronised else "weights") + over
-        return ("loss" if ref.name == self.graph.loss else "activations") + over
+        return ("loss" if self.words.is_loss(ref.name) else "activations") + over
 
 
 def _weights(phrases: Mapping[str, str]) -> tuple[str, ...]:

@@ -211,7 +211,7 @@ class Pricing:
         ref = self.graph.refs[name]
         if ref.kind is Kind.PARAMETER:
             return "gradients" if forward_collective(step.source, step.target) is None else "weights"
-        return "loss" if name == self.graph.loss else "buffers" if ref.kind is Kind.BUFFER else "activations"
+        return "loss" if self.words.is_loss(name) else "buffers" if ref.kind is Kind.BUFFER else "activations"
 
     def _message(self, cost: CommunicationCost, what: What, tensor: str, moved: Moved, axis: int, late: CommunicationCost) -> Message:
         seconds = float(cost.term.at({}).max())

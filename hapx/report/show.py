@@ -11,28 +11,32 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from hapx.plan import Plan
+from hapx.predict import Staged
 from hapx.progress import Watcher
 from hapx.report.alternatives import why_text
 from hapx.report.layers import layers
 from hapx.report.memory import memory_table
 from hapx.report.messages import traffic, traffic_table
+from hapx.report.one_stage import by_stage, heading, stage_plan
 from hapx.report.phases import phases, phases_table
 from hapx.report.pricing import Pricing, Step
 from hapx.report.render import new_table, render
 from hapx.report.search import statistics_text
 from hapx.report.split import time_table
+from hapx.report.stages import crossings_table, slowest_stage
 from hapx.report.table import devices_table, stages_text, times_text, title
 from hapx.report.whatif import slowest_line
 from hapx.report.words import time_text
 from hapx.simulate import simulate
+from hapx.verify_graphs import where_of
 
 MOST = 6  # communications that the overview lists
 
 
 def overview(plan: Plan) -> str:
     """Devices, layers, where time and memory go, and the most expensive communications."""
-    if len(plan.stages) != 1:
-        return stages_text(plan)
+    if plan.schedules:
+        return "\n\n".join([stages_text(plan), by_stage(plan, _stage_overview, "one micro-batch; gradients and update once per iteration")])
     pricing = Pricing.of(plan)
     rows = traffic(pricing)
     return "\n\n".join(
@@ -42,6 +46,13 @@ def overview(plan: Plan) -> str:
             headed("memory", memory_table(pricing)),
         ]
     )  # fmt: skip
+
+
+def _stage_overview(stage: Plan) -> str:
+    """Layers, time and memory of a stage alone."""
+    pricing = Pricing.of(stage)
+    memory = headed("memory; at the peak with all micro-batches in flight", memory_table(pricing))
+    return "\n\n".join([layers_table(pricing), time_table(stage, simulate(stage)), memory])
 
 
 def headed(heading: str, text: str) -> str:
@@ -79,18 +90,49 @@ def _times(pricing: Pricing, steps: list[Step]) -> tuple[float, float, float]:
 
 
 def communication(plan: Plan) -> str:
-    """Every communication."""
+    """Every communication, inside of stages and between them."""
+    said = "communication; bytes: of the tensor as it is whole along the axis, per device; time: of one"
+    between = [headed("between stages, for each micro-batch", crossings_table(Staged(plan)))] if plan.schedules else []
+    return headed(said, "\n\n".join([*between, by_stage(plan, _communication)]))
+
+
+def _communication(plan: Plan) -> str:
     pricing = Pricing.of(plan)
-    return headed(
-        "communication; bytes: of the tensor as it is whole along the axis, per device; time: of one", traffic_table(traffic(pricing), pricing.words)
-    )
+    found = traffic(pricing)
+    return traffic_table(found, pricing.words) if found else "no communication"
 
 
 def phase_section(plan: Plan) -> str:
     """What bounds each phase."""
+    said = "phases: what runs between two collectives for which all devices wait, on the slowest device"
+    return headed(said, by_stage(plan, _phases))
+
+
+def _phases(plan: Plan) -> str:
     pricing = Pricing.of(plan)
-    heading = "phases: what runs between two collectives for which all devices wait, on the slowest device"
-    return headed(heading, phases_table(pricing, phases(pricing)))
+    return phases_table(pricing, phases(pricing))
+
+
+def why(plan: Plan, progress: Watcher | None = None) -> str:
+    """What the most expensive choices save; of several stages, those of the slowest one, for which the others wait."""
+    if not plan.schedules:
+        return why_text(plan, progress)
+    staged = Staged(plan)
+    slowest = slowest_stage(staged)
+    said = f"{heading(plan, slowest)}: the slowest stage, and no other, for one micro-batch with synchronisation and update"
+    return headed(said, why_text(stage_plan(staged, slowest), progress))
+
+
+def without_slowest(plan: Plan, progress: Watcher | None = None) -> str | None:
+    """Whether it is faster without the slowest type of device; of several stages this is not asked, their graph is that of a micro-batch."""
+    return slowest_line(plan, progress) if not plan.schedules else None
+
+
+def programs(plan: Plan) -> str:
+    """Every program, instruction by instruction."""
+    if not plan.schedules:
+        return "\n\n".join(str(p) for p in plan.stages[0].programs.values())
+    return "\n\n".join(f"{heading(plan, i)}: {where_of(key)}\n\n{p}" for i, s in enumerate(plan.stages) for key, p in s.programs.items())
 
 
 SECTIONS: Mapping[str, Callable[[Plan], str]] = {
@@ -99,4 +141,4 @@ SECTIONS: Mapping[str, Callable[[Plan], str]] = {
     "statistics": statistics_text,
 }
 # what plans again, so it takes seconds to minutes: what the most expensive choices save, and whether the slowest devices help
-REASONS: tuple[Callable[[Plan, Watcher | None], str | None], ...] = (why_text, slowest_line)
+REASONS: tuple[Callable[[Plan, Watcher | None], str | None], ...] = (why, without_slowest)

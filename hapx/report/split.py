@@ -8,6 +8,7 @@ on one line, what is left of the iteration is either spent on gradient synchroni
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from hapx.report.render import new_table, render
 from hapx.report.words import ranges_text, time_text
 from hapx.simulate import simulate
 from hapx.timeline import Span, Timeline
+
+# of pipelines: runs of a stage's backward, and what is between stages, beside runs: a device that has nothing else to do waits
+BACKWARD, TRANSFER = re.compile(r"B\d+@"), re.compile(r"[FB]\d+ \d+>\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ def split_of(timeline: Timeline, device: int | None = None) -> TimeSplit:
     if device is None:
         compute = timeline.busy("compute")
         device = max(compute, key=lambda d: (compute[d], -d))
-    spans = timeline.spans[device]
+    spans = [s for s in timeline.spans[device] if not TRANSFER.fullmatch(s.name)]
     busy = [s for s in spans if not _synchronises(s)]
     behind = _union((s.start, s.stop) for s in spans if _synchronises(s))
     seconds = {(kind, part): sum(s.duration for s in busy if _kind(s) == kind and _part(s) == part) for kind, part in PARTS}
@@ -81,11 +85,13 @@ def _kind(span: Span) -> str:
 
 
 def _part(span: Span) -> str:
-    return "update" if span.name.startswith("update") else "backward" if span.name.endswith("backward") else "forward"
+    if span.name.startswith("update"):
+        return "update"
+    return "backward" if span.name.endswith("backward") or BACKWARD.match(span.name) else "forward"
 
 
 def _synchronises(span: Span) -> bool:
-    return span.name.startswith("synchronise")
+    return "synchronise bucket" in span.name
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -13,27 +13,38 @@ from hapx.cluster.spec import ClusterSpec
 from hapx.cost.remat import chosen_blocks
 from hapx.layout import local_shape
 from hapx.plan import Plan, Stage
+from hapx.predict import Staged
 from hapx.report.layers import layers
 from hapx.report.render import new_table, render
 from hapx.report.search import proven_lines
 from hapx.report.segments import rows_table
 from hapx.report.split import time_split
+from hapx.report.stages import crossings_table, idle_lines, schedule_text, stages_table, throughput_line
 from hapx.report.words import Vocabulary, ranges_text, share_text, size_text, time_text
 from hapx.states import Property, Sharded
 
 
 def plan_table(plan: Plan, against: Plan | None = None) -> str:
     """The plan as text. `against`: a plan of the same model on the same cluster (an even split, say) whose time is shown for comparison."""
-    if len(plan.stages) != 1:
+    if plan.schedules:
         return stages_text(plan)
     sections = [title(plan), devices_table(plan), rows_table(plan), _layers(plan), times_text(plan, against)]
     return "\n\n".join(filter(None, sections))
 
 
+def stages_text(plan: Plan) -> str:
+    """A plan of several stages: who computes what, when, and what crosses between them."""
+    staged = Staged(plan)
+    sections = [title(plan), stages_table(staged), *idle_lines(plan), schedule_text(staged), crossings_table(staged)]
+    return "\n\n".join([*sections, f"{times_text(plan)}\n{throughput_line(staged)}"])
+
+
 def title(plan: Plan) -> str:
-    """One line: cluster, mesh, strategy; a second one where something is computed again."""
+    """One line: cluster, mesh or stages, strategy; a second one where something is computed again."""
     cluster, mesh = plan.cluster, plan.stages[0].mesh
     axes = f" as {' x '.join(f'{a.size} {a.name}' for a in mesh.axes)}" if len(mesh.axes) > 1 else ""
+    if plan.schedules:
+        axes = f" in {len(plan.stages)} stages"
     strategy = f"strategy {plan.restriction.name}, {plan.precision}, {plan.optimizer}"
     return f"plan for {cluster.name}: {cluster.num_devices} devices{axes}, {strategy}{_autocast(plan)}{_remat(plan)}"
 
@@ -161,12 +172,3 @@ def coverage_lines(found: Any) -> list[str]:
         f"without a rule, so whole on every device: {found['flops']:.1%} of the FLOPs, {found['bytes']:.1%} of the bytes",
         *(f"  {text}" for text in named),
     ]
-
-
-def stages_text(plan: Plan) -> str:
-    """A plan of several stages: what each has."""
-    table = new_table("stage", "devices", "layers", "mesh")
-    for i, stage in enumerate(plan.stages):
-        table.add_row(str(i), ranges_text(stage.devices), "-".join(map(str, stage.nodes[plan.first])), stage.mesh.name)
-    title = f"plan for {plan.cluster.name}: {plan.cluster.num_devices} devices, {len(plan.stages)} stages, strategy {plan.restriction.name}"
-    return "\n\n".join([title, render(table), f"predicted iteration: {time_text(plan.iteration_time)}"])

@@ -70,7 +70,14 @@ def fewer(plan: Plan) -> dict[str, ClusterSpec]:
 
 
 def whatif_table(plan: Plan, clusters: Mapping[str, ClusterSpec], progress: Watcher | None = None) -> str:
-    """The plan, and one row per cluster, planned anew with the same restriction; then what is faster. `clusters`: by what the table calls them."""
+    """The plan, and one row per cluster, planned anew with the same restriction; then what is faster. `clusters`: by what the table calls them.
+
+    Raises HapError for a plan of several stages."""
+    if plan.schedules:
+        raise HapError(
+            "the plan has several stages, so its graph is of a micro-batch, and it cannot be planned again from its file", where="whatif",
+            allowed="plans of one stage", hint="plan the model again, with the changed cluster file",
+        )  # fmt: skip
     table = new_table("cluster", "devices", "mesh", "iteration", "time", "memory", "shares", right=("devices", "iteration", "time", "memory"))
     _row(table, "as it is", plan, plan)
     said = idle_lines(plan)

@@ -91,11 +91,10 @@ class Vocabulary:
     lengths: Lengths
 
     @classmethod
-    def of(cls, plan: Plan) -> Vocabulary:
-        """Of a plan's first training program."""
-        stage = plan.stages[0]
-        key = next(iter(stage.programs))
-        return cls(plan.graphs[key], stage.mesh, stage.lengths[key])
+    def of(cls, plan: Plan, number: int = 0) -> Vocabulary:
+        """Of a stage of a plan's first program."""
+        stage = plan.stages[number]
+        return cls(plan.part(plan.first, number), stage.mesh, stage.lengths[plan.first])
 
     # ---- placements ------------------------------------------------------------------------------------------------
 
@@ -172,6 +171,10 @@ class Vocabulary:
             if (name, Site(dim)) in classes:
                 names.setdefault(classes[name, Site(dim)], what)
         return names
+
+    def is_loss(self, name: str) -> bool:
+        """Whether a tensor is the loss; a stage of several may have none."""
+        return any(o.role == "loss" and o.tensor == name for o in self.graph.outputs)
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
