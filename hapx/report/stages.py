@@ -68,11 +68,7 @@ def layers_text(plan: Plan, stage: int) -> str:
     others = {m for i, own in enumerate(found) for m in own if i != stage}
     rows = [(m, m in others and any(p.isdigit() for p in m.split("."))) for m in found[stage]]
     texts = [f"part of {path}" if rows[members[0]][1] else path for path, members in sorted(fold(rows), key=lambda g: g[1])]
-<<<<<<< HEAD
-    return ", ".join(texts) or "(no layers)"
-=======
     return ", ".join(texts) or "(model)"
->>>>>>> report
 
 
 def _modules(graph: Graph, start: int, stop: int) -> list[str]:
@@ -130,14 +126,7 @@ def slowest_stage(staged: Staged) -> int:
 def throughput_line(staged: Staged) -> str:
     """Samples per second, and the stage that takes longest."""
     plan = staged.plan
-<<<<<<< HEAD
-    samples = sum(plan.schedules[plan.first].micro_batches)
-    slowest = slowest_stage(staged)
-    micro = time_text(staged.times[slowest].micro)
-    return f"{samples / plan.iteration_time:.3g} samples per second; the slowest stage is {slowest}: {micro} per micro-batch"
-=======
     rate = sum(plan.schedules[plan.first].micro_batches) / plan.iteration_time
     slowest = slowest_stage(staged)
     micro = time_text(staged.times[slowest].micro)
     return f"{rate:.{0 if rate >= 100 else 1}f} samples per second; the slowest stage is {slowest}: {micro} per micro-batch"
->>>>>>> report

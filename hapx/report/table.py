@@ -20,11 +20,7 @@ from hapx.report.search import proven_lines
 from hapx.report.segments import rows_table
 from hapx.report.split import time_split
 from hapx.report.stages import crossings_table, idle_lines, schedule_text, stages_table, throughput_line
-<<<<<<< HEAD
 from hapx.report.words import Vocabulary, devices_text, share_text, size_text, time_text
-=======
-from hapx.report.words import Vocabulary, ranges_text, share_text, size_text, time_text
->>>>>>> report
 from hapx.states import Property, Sharded
 
 
