@@ -183,6 +183,6 @@ def search(
                     least = min(least, limit)
     statistics.generated += generated
     statistics.kept += count
-    if best is not None:
+    if best is not None and best.estimate > 0:  # a stage of a pipeline may have nothing to do
         statistics.gap = max(statistics.gap, 1 - min(least, best.estimate) / best.estimate)
     return best

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,11 @@ from hapx.cluster import ClusterSpec
 from hapx.collectives.threads import run_threads
 from hapx.errors import HapError
 from hapx.plan import Form
-from hapx.profile.throttle import Throttle, ThrottledCommunicator, slowed
+from hapx.profile.throttle import Throttle, ThrottledCommunicator, ThrottledMessenger, slow, slowed
+from support.equivalence import run_ranks
+from support.models import MLP
+from support.random_stages import Job, random_stages
+from support.staged import pipeline_on
 
 SPECS = Path(__file__).parents[2] / "cluster_specs"
 
@@ -132,6 +138,71 @@ def test_a_throttled_communicator_computes_the_same_and_pays_before_every_call()
     for expected, (got, paid) in zip(plain, throttled, strict=True):
         assert paid == 9  # 8 calls, and the wait of the asynchronous one
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+# ---- pipelines ---------------------------------------------------------------------------------------------------------------
+
+
+class Sent:
+    """A messenger on which nothing ever takes time."""
+
+    rank = 0
+
+    def isend(self, t: torch.Tensor, device: int, channel: int = 0) -> Any:
+        return Waited(t)
+
+    def irecv(self, buffer: torch.Tensor, device: int, channel: int = 0) -> Any:
+        return Waited(buffer)
+
+
+class Waited:
+    def __init__(self, t: torch.Tensor):
+        self.t = t
+
+    def wait(self) -> torch.Tensor:
+        return self.t
+
+
+def test_a_throttled_messenger_pays_before_it_sends_and_before_it_waits() -> None:
+    clocks, t = Clocks(), torch.ones(2)
+    messenger = ThrottledMessenger(Sent(), clocks.throttle(0.25))
+    clocks.work(1.0)
+    sent = messenger.isend(t, 1)
+    assert clocks.wall == pytest.approx(4.0), "what was computed before a message leaves took as long as on the slow core"
+    arriving = messenger.irecv(t, 1)
+    assert clocks.wall == pytest.approx(4.0), "asking costs nothing"
+    clocks.work(1.0)
+    assert arriving.wait() is t and clocks.wall == pytest.approx(8.0)
+    clocks.work(0.5)
+    assert sent.wait() is t and clocks.wall == pytest.approx(10.0)
+
+
+WORK = Job(partial(MLP, (6, 8, 8, 3)), lambda step: MLP((6, 8, 8, 3)).example(8, step), 4)
+
+
+def test_a_slowed_stage_of_a_pipeline_computes_the_same_and_takes_its_time() -> None:
+    """Device 0 computes for a second per micro-batch, forward; it is alone in its stage."""
+    plan = random_stages(WORK, ((0,), (1, 2)), cuts=[3])
+    graph = plan.graphs[plan.first]
+
+    def step(speed: float, threads: Any = None) -> tuple[float, dict[str, torch.Tensor], float]:
+        clocks = Clocks()
+        pipeline = pipeline_on(plan, WORK.model(), threads)
+        slow(clocks.throttle(speed if pipeline.rank == 0 else 1.0), pipeline)
+        for program in pipeline.programs(plan.first):
+            program.module.register_forward_pre_hook(lambda *_: clocks.work(1.0))
+        clocks.work(5.0)  # before the run: not its time
+        loss = pipeline.run(plan.first, dict(zip(graph.given, WORK.inputs(0), strict=True)))[graph.loss]
+        loss.backward()
+        with pytest.raises(HapError, match="has already run"):
+            slow(clocks.throttle(0.5), pipeline)
+        return float(loss.detach()), pipeline.store.full_gradients(), clocks.slept
+
+    fast, slowly = (run_ranks(plan, partial(step, speed)) for speed in (1.0, 0.25))
+    for (loss, gradients, slept), (same, alike, _) in zip(fast, slowly, strict=True):
+        assert loss == same and all(torch.equal(gradients[n], g) for n, g in alike.items())
+        assert slept == 0.0
+    assert [late for _, _, late in slowly] == [pytest.approx(3.0 * 4), 0.0, 0.0]
 
 
 def test_a_real_burst_takes_its_time() -> None:

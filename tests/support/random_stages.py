@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hapx.collectives.threads import alone
+from hapx.cost.remat import with_blocks
 from hapx.ir import Graph, Kind
 from hapx.layout import Lengths
 from hapx.parts import part
@@ -42,16 +43,21 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its inputs by step, and the micro-batches it is cut into. draws: it draws masks."""
+    """A model, its inputs by step, and the micro-batches it is cut into. draws: it draws masks; autocast: of the calls; remat: blocks are computed
+    again in backward."""
 
     model: Callable[[], nn.Module]
     inputs: Inputs
     number: int
     draws: bool = False
+    autocast: str | None = None
+    remat: bool = False
 
     def graphs(self) -> tuple[Graph, Graph]:
-        with MAKING:
-            return micro_graph(self.model(), self.inputs(0), self.number)
+        dtype = getattr(torch, self.autocast or "bfloat16")
+        with MAKING, torch.autocast("cpu", dtype, enabled=self.autocast is not None):
+            graph, whole = micro_graph(self.model(), self.inputs(0), self.number)
+        return (with_blocks(graph) if self.remat else graph), whole
 
 
 def random_stages(
@@ -60,7 +66,7 @@ def random_stages(
 ) -> Plan:  # fmt: skip
     """A pipeline of random programs. cuts: node numbers; by default anywhere. idle: devices without a stage."""
     graph, whole = job.graphs()
-    rng, key = Random(seed), key_of(whole)
+    rng, key = Random(seed), key_of(whole, job.autocast)
     ends = [0, *(cuts if cuts is not None else sorted(rng.sample(range(1, len(graph.nodes)), len(devices) - 1))), len(graph.nodes)]
     stages: list[Stage] = []
     copies: dict[str, list[Copy]] = {}
@@ -103,7 +109,7 @@ def _stage(
 # ---- one device ------------------------------------------------------------------------------------------------------------
 
 
-def train_micro(job: Job, steps: int, optimizer: str) -> Trace:
+def train_micro(job: Job, steps: int, optimizer: str, scaler: torch.amp.GradScaler | None = None) -> Trace:
     """On one device, one micro-batch after another."""
     graph, _ = job.graphs()
     assert graph.micro_batches is not None
@@ -124,11 +130,15 @@ def train_micro(job: Job, steps: int, optimizer: str) -> Trace:
         done = []
         for own in split(user, graph.micro_batches):
             values = run({**own, **counts})
-            values[graph.loss].backward()
+            (values[graph.loss] if scaler is None else scaler.scale(values[graph.loss])).backward()
             done.append({o.tensor: values[o.tensor].detach() for o in graph.outputs if o.role != "buffer"})
         trace.losses.append(float(join(graph, done)[graph.loss]))
         trace.gradients.append({n: p.grad.clone() for n, p in module.named_parameters(remove_duplicate=False) if p.grad is not None})
-        steps_of.step()
+        if scaler is None:
+            steps_of.step()
+        else:
+            scaler.step(steps_of)
+            scaler.update()
     trace.state.update({n: t.clone() for n, t in module.state_dict().items()})
     return trace
 
