@@ -9,6 +9,7 @@ are planned once more, each with the micro-batches in flight that its place asks
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -59,8 +60,11 @@ def plan_with_stages(asked: Setting, whole: Callable[[], Plan], parts: Callable[
     began = time.perf_counter()
     found: list[Plan] = []
     if single is None or single.iteration_time > NEAR * at_full_speed(asked):
-        told = Teller(asked.progress, Statistics(), "pipelines", 1, 1, single.iteration_time if single is not None else inf)
-        found = pipelines(asked, parts, numbers, told.known, lambda _: told("planning stages"))
+        searched = Statistics(expansions=single.statistics["expansions"]) if single is not None else Statistics()
+        told = Teller(asked.progress, searched, "pipelines", 1, 1, single.iteration_time if single is not None else inf)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is to be said of the model was said of the plan of one stage
+            found = pipelines(asked, parts, numbers, told.known, lambda _: told("planning stages"))
     spent = time.perf_counter() - began
     if not found or (single is not None and single.iteration_time <= found[0].iteration_time):
         if single is None:
