@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from hapx.runtime.counts import Counter
 from hapx.runtime.crossings import Crossings, Messengers, crossings
 from hapx.runtime.executor import ALIGN_EVERY, share_out
 from hapx.runtime.gradients import BUCKET_BYTES, GradientSynchroniser
+from hapx.runtime.handout import with_gradients
 from hapx.runtime.local import Communicators, Position
 from hapx.runtime.micro_batches import join, joined_shape, rejoin, unjoin
 from hapx.runtime.norms import clip_grad_norm_
@@ -160,8 +160,7 @@ class Pipeline:
         outputs = self._outputs(key, results)
         if step.training:
             loss = self.plan.graphs[key].loss
-            anchor = torch.zeros((), requires_grad=True, device=self.device)
-            outputs[loss] = _Ran.apply(anchor, self, gradients, step.seed, outputs[loss])
+            outputs[loss] = with_gradients(outputs[loss], tuple(self.module.parameters()), gradients, step.seed)
         return outputs
 
     def _check_inputs(self, key: ProgramKey, inputs: Mapping[str, Tensor]) -> None:
@@ -274,41 +273,6 @@ class Pipeline:
     def programs(self, key: ProgramKey) -> list[LocalProgram]:
         """The local programs of this device's stages."""
         return [runner.program(key) for _, runner in sorted(self.runners.items())]
-
-    @torch.no_grad()
-    def add(self, gradients: list[Tensor | None], factor: float, keep: bool) -> None:
-        """Adds gradients, times a factor, to those of the module's parameters; takes them out of the list, one by one, unless they are to be kept."""
-        for i, p in enumerate(self.module.parameters()):
-            gradient = gradients[i]
-            if gradient is None:
-                continue
-            if not keep:
-                gradients[i] = None
-            if p.grad is not None:
-                p.grad.add_(gradient, alpha=factor) if factor != 1.0 else p.grad.add_(gradient)
-            else:
-                p.grad = gradient.clone() if keep else gradient
-                if factor != 1.0:
-                    p.grad.mul_(factor)
-
-
-class _Ran(torch.autograd.Function):
-    """The loss of a schedule that has run, backward included: backward hands out its gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline, gradients: list[Tensor | None], seed: float, loss: Tensor) -> Tensor:
-        ctx.pipeline, ctx.gradients, ctx.seed = pipeline, gradients, seed
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        if ctx.gradients is None:
-            raise RuntimeError("backward through a pipeline's loss a second time: its gradients were handed out; pass retain_graph=True before")
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        ctx.pipeline.add(ctx.gradients, float(cotangent.double()) / ctx.seed, keep)
-        if not keep:
-            ctx.gradients = None
-        return None, None, None, None, None
 
 
 def _drifts(plan: Plan) -> bool:

@@ -50,7 +50,8 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, model: Distributed, **options: Any):
         super().__init__(options.pop("device", model.device.type), **options)
         self._model = model
-        model.seed_with(self.get_scale)
+        if self.is_enabled():
+            model.seed_with(self.get_scale)
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
         """What every way to unscale or to check goes through: the result says per device whether a gradient is not finite."""

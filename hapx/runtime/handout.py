@@ -1,0 +1,55 @@
+"""The loss of a schedule that has run, backward passes included: `backward` hands out the gradients that were kept aside.
+
+In: a loss without history, parameters, their gradients for a cotangent `seed` of the loss. Out: the loss, whose backward adds the gradients to
+`.grad`, times what arrives there over the seed. Invariant: gradients are handed out without a copy, unless autograd is asked to keep its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Gradients = list[Tensor | None]
+
+
+def with_gradients(loss: Tensor, parameters: Sequence[nn.Parameter], gradients: Gradients, seed: float) -> Tensor:
+    """The loss with a backward. `gradients`: one per parameter; the list is emptied."""
+    anchor = torch.zeros((), requires_grad=True, device=loss.device)
+    result: Tensor = _Ran.apply(anchor, parameters, gradients, seed, loss)
+    return result
+
+
+class _Ran(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, parameters: Sequence[nn.Parameter], gradients: Gradients, seed: float, loss: Tensor) -> Tensor:
+        ctx.parameters, ctx.gradients, ctx.seed = parameters, gradients, seed
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        if ctx.gradients is None:
+            raise RuntimeError("backward through the loss of a pipeline a second time: its gradients were handed out; pass retain_graph=True before")
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        hand_out(ctx.parameters, ctx.gradients, float(cotangent.double()) / ctx.seed, keep)
+        if not keep:
+            ctx.gradients = None
+        return None, None, None, None, None
+
+
+@torch.no_grad()
+def hand_out(parameters: Sequence[nn.Parameter], gradients: Gradients, factor: float, keep: bool) -> None:
+    """Adds gradients, times a factor, to those of parameters; takes them out of the list, one by one, unless they are to be kept."""
+    for i, (p, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        if gradient is None:
+            continue
+        if not keep:
+            gradients[i] = None
+        if p.grad is not None:
+            p.grad.add_(gradient, alpha=factor)
+        else:
+            p.grad = gradient.clone() if keep else gradient
+            if factor != 1.0:
+                p.grad.mul_(factor)
