@@ -128,7 +128,7 @@ def replaced(costs: CostModel, repeats: int, in_flight: int) -> CostModel:
 
 def assemble(pieces: Sequence[Piece], asked: Setting, style: Style | str, statistics: Mapping[str, Any]) -> Plan:
     """The plan of a pipeline with a schedule of the given style. Devices without a stage are idle."""
-    key, graph = asked.key, asked.graph
+    key, graph = asked.key, _with_blocks_of(pieces, asked.graph)
     stages = []
     for piece in pieces:
         best = piece.candidate
@@ -144,6 +144,13 @@ def assemble(pieces: Sequence[Piece], asked: Setting, style: Style | str, statis
     plan = replace(plan, schedules={key: scheduled(plan, key, style)})
     seconds, held, shares = predictions(plan)
     return replace(plan, iteration_time=seconds, memory=held, shares=shares)
+
+
+def _with_blocks_of(pieces: Sequence[Piece], graph: Graph) -> Graph:
+    """The graph in which exactly those blocks are computed again in backward that the stages compute again."""
+    own = [replace(r, start=r.start + p.graph.first, stop=r.stop + p.graph.first) for p in pieces for r in p.graph.regions if r.chosen]
+    given = [r for r in graph.regions if not r.chosen]
+    return replace(graph, regions=tuple(sorted([*given, *own], key=lambda r: (r.start, -r.stop, r.kind))))
 
 
 def scheduled(plan: Plan, key: ProgramKey, style: Style | str) -> Schedule:

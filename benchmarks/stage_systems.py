@@ -1,0 +1,259 @@
+"""The ways to train a model on a cluster that `benchmarks.stages` compares.
+
+In: a case. Out: `Found`: the fastest plan of a system, by the simulator (`hapx.predict`). All systems go through `hapx.inter_op.pipelines`: the same
+planner answers for their stages, the same code puts pipelines together, simulates schedules and plans the best stages once more. What is different
+is replaced there for the time of the call:
+
+    pipeline             nothing. hapx is the better of this and SPMD
+    islands              the space: no submesh with devices of two types
+    equal layers, dp+pp  the program itself: as many layers in every stage, a stage per machine, per two machines, ... ; schedule 1F1B.
+                         dp+pp also under a restriction: only the batch is split, every parameter is kept where it is used
+    equal operators      the layers: as many operators in each
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.stage_cases import OPTIMIZER, PRECISION, Case
+from hapx import inter_op
+from hapx.cluster.spec import ClusterSpec
+from hapx.errors import InsufficientMemoryError
+from hapx.ir import Graph
+from hapx.pipelines import scheduled
+from hapx.plan import Plan
+from hapx.planner import plan_graphs
+from hapx.predict import predictions
+from hapx.restriction import AUTO, Restriction
+from hapx.stage_prices import Asker
+from hapx.stages.clustering import Layers, equal_operators, find_layers
+from hapx.stages.costs import ONE_F_ONE_B, Answer, Assigned, Pipeline, Prices, latency
+from hapx.stages.dp import Solution, solve
+from hapx.stages.space import Space, space
+from hapx.stages.submeshes import Shape, ordered, shape_of
+
+SPMD, PIPELINE, ISLANDS, EQUAL, DP_PP = "SPMD", "pipeline", "equal-GPU islands", "equal layers", "dp+pp"
+OPERATORS = "equal operators"
+BATCH_ONLY = Restriction("dp", split="batch", storage="as-used", sfb="never", forms=frozenset({"padded"}))
+SIMULATED = 3  # pipelines with equal layers
+
+
+@dataclass(frozen=True)
+class Costs:
+    """CPU seconds of planning. asking: in `asks` calls of the planner; program: the inter-operator program alone; rest: putting pipelines together,
+    simulating them, planning the stages of the best one once more; or all of SPMD."""
+
+    capture: float = 0.0
+    asking: float = 0.0
+    program: float = 0.0
+    rest: float = 0.0
+    asks: int = 0
+
+    @property
+    def total(self) -> float:
+        return self.capture + self.asking + self.program + self.rest
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of a system. None: nothing fits (or the model cannot be cut). others: all that were put together, the best one among them."""
+
+    system: str
+    plan: Plan | None
+    costs: Costs
+    others: tuple[Plan, ...] = ()
+
+    @property
+    def time(self) -> float:
+        return self.plan.iteration_time if self.plan is not None else math.inf
+
+
+Memo = dict[tuple[Hashable, ...], tuple[Answer, ...]]
+
+
+@dataclass
+class Bench:
+    """One case. Answers of the planner are kept for all systems with the same restriction: only the first that asks pays for them."""
+
+    case: Case
+    numbers: tuple[int, ...] = ()
+    watch: Callable[[str], None] = lambda _: None
+    answers: Memo = field(default_factory=dict)
+
+    @cached_property
+    def tried(self) -> tuple[int, ...]:
+        """Numbers of micro-batches."""
+        return self.numbers or inter_op.numbers_of_micro_batches(self.case.model.whole.batch, self.case.cluster)
+
+    # ---- systems ------------------------------------------------------------------------------------------------------
+
+    def systems(self) -> dict[str, Callable[[], Found]]:
+        """By name, in the order in which they are shown."""
+        found: dict[str, Callable[[], Found]] = {SPMD: self.spmd, PIPELINE: lambda: self.pipelines(PIPELINE)}
+        if mixed(self.case.cluster):
+            found[ISLANDS] = lambda: self.pipelines(ISLANDS, make_space=islands)
+        return found | {EQUAL: lambda: self.equal(EQUAL), DP_PP: lambda: self.equal(DP_PP, BATCH_ONLY)}
+
+    def ablations(self) -> dict[str, Callable[[], Found]]:
+        """The inter-operator program, as many layers per stage, and layers of as many operators."""
+        operators = replace(self, answers={})
+        return {
+            PIPELINE: lambda: self.pipelines(PIPELINE), EQUAL: lambda: self.equal(EQUAL),
+            OPERATORS: lambda: operators.pipelines(OPERATORS, layers=with_equal_operators),
+        }  # fmt: skip
+
+    def spmd(self) -> Found:
+        """One program on all devices, the whole batch at once."""
+        whole, began = self.case.model.whole, time.process_time()
+        try:
+            plan = plan_graphs([whole], self.case.cluster, precision=PRECISION, optimizer=OPTIMIZER)
+        except InsufficientMemoryError:
+            plan = None
+        return Found(SPMD, plan, Costs(rest=time.process_time() - began))
+
+    def equal(self, system: str, rule: Restriction = AUTO) -> Found:
+        """As many layers in every stage, 1F1B; also with twice as many micro-batches as hapx looks at."""
+        batch = self.case.model.whole.batch
+        more = tuple(n for n in (2 * max(self.tried, default=1),) if batch % n == 0)
+        found = self.pipelines(system, rule, program=equal_layers(self.case.cluster), numbers=(*self.tried, *more))
+        plain = [one_f_one_b(plan) for plan in found.others]
+        return replace(found, plan=min(plain, key=lambda p: p.iteration_time, default=None), others=())
+
+    def pipelines(
+        self, system: str, rule: Restriction = AUTO, *, make_space: Callable[[ClusterSpec], Space] = space, program: Any = solve,
+        layers: Callable[[Graph], Layers] = find_layers, numbers: Sequence[int] = (),
+    ) -> Found:  # fmt: skip
+        """The best pipeline, with parts of the inter-operator program replaced."""
+        captured, began = self.case.model.capture_seconds, time.process_time()
+        setting, clock = self.case.setting(rule), _Clock()
+        with _replaced(self.answers, clock, make_space, program, layers):
+            plans = inter_op.pipelines(setting, self.case.model.parts, tuple(numbers) or self.tried, watch=lambda m: self.watch(f"{system}: {m}"))
+        capture = self.case.model.capture_seconds - captured
+        rest = time.process_time() - began - capture - clock.program
+        costs = Costs(capture, clock.asking, clock.program - clock.asking, rest, clock.asks)
+        return Found(system, plans[0] if plans else None, costs, tuple(plans))
+
+
+def one_f_one_b(plan: Plan) -> Plan:
+    """The pipeline with that schedule."""
+    made = replace(plan, schedules={plan.first: scheduled(plan, plan.first, "1f1b")})
+    seconds, held, shares = predictions(made)
+    return replace(made, iteration_time=seconds, memory=held, shares=shares)
+
+
+# ---- what is replaced ----------------------------------------------------------------------------------------------------------------------------
+
+
+def mixed(cluster: ClusterSpec) -> bool:
+    """Whether there are devices of several types."""
+    return len({d.type for d in cluster.devices}) > 1
+
+
+def islands(cluster: ClusterSpec) -> Space:
+    """The space without stages that mix types of devices."""
+    every = space(cluster)
+    kept = tuple(tuple(m for m in moves if len(set(every.shapes[m.shape].types)) == 1) for moves in every.moves)
+    return replace(every, moves=kept)
+
+
+def groupings(cluster: ClusterSpec) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Devices per stage from the front: halves of machines (of at most four), one machine, two, four, ...; in the cluster's order and backwards."""
+    machines = [tuple(d.index for d in cluster.devices if d.machine == i) for i in range(len(cluster.machines))]
+    found = []
+    if len(machines) <= 4 and all(len(m) % 2 == 0 for m in machines):
+        found.append(tuple(half for m in machines for half in (m[: len(m) // 2], m[len(m) // 2 :])))
+    width = 1
+    while width < len(machines):
+        found.append(tuple(sum(machines[i : i + width], ()) for i in range(0, len(machines), width)))
+        width *= 2
+    for stages in found:
+        yield from dict.fromkeys((stages, stages[::-1])) if mixed(cluster) else (stages,)
+
+
+def equal_layers(cluster: ClusterSpec) -> Callable[..., Solution]:
+    """In place of `solve`: the best pipelines with as many layers in every stage, of all groupings and numbers of micro-batches."""
+
+    def program(layers: Sequence[Hashable], _: Space, prices: Sequence[Prices], *__: Any, watch: Callable[..., None], **___: Any) -> Solution:
+        found = [made for stages in groupings(cluster) for p in prices if (made := _equal(cluster, len(layers), stages, p)) is not None]
+        best = sorted(found, key=lambda p: p.time)[:SIMULATED]
+        watch(0, best[0].time if best else math.inf, 0.0)
+        return Solution(tuple(best), 0.0, 0, 0, 0, 0)
+
+    return program
+
+
+def _equal(cluster: ClusterSpec, layers: int, groups: Sequence[Sequence[int]], prices: Prices) -> Pipeline | None:
+    """The pipeline on these groups; None if there are too few layers, or a stage does not fit."""
+    size, n = len(groups), prices.micro_batches
+    if layers < size:
+        return None
+    ends = [round(k * layers / size) for k in range(size + 1)]
+    devices = [ordered(cluster, g) for g in groups]
+    shapes = [shape_of(cluster, g) for g in groups]
+    stages: list[Assigned] = []
+    for i, shape in enumerate(shapes):
+        flight = ONE_F_ONE_B.in_flight(n, size - i)
+        fitting = [a for a in prices.ask(ends[i], ends[i + 1], shape) if a.most_in_flight >= flight]
+        if not fitting:
+            return None
+        answer = min(fitting, key=lambda a: (a.micro, a.iteration))
+        crossing = prices.crossing(ends[i + 1], shape, shapes[i + 1], _link(cluster, groups[i], groups[i + 1])) if i + 1 < size else 0.0
+        stages.append(Assigned(ends[i], ends[i + 1], shape, devices[i], answer, flight, crossing))
+    time = latency(n, ONE_F_ONE_B, [(s.answer.micro, s.crossing, s.answer.iteration) for s in stages])
+    return Pipeline(time, n, ONE_F_ONE_B, tuple(stages))
+
+
+def _link(cluster: ClusterSpec, a: Sequence[int], b: Sequence[int]) -> Any:
+    machines = {cluster.devices[d].machine for d in (*a, *b)}
+    return cluster.machines[machines.pop()].intra if len(machines) == 1 else cluster.inter
+
+
+def with_equal_operators(graph: Graph) -> Layers:
+    """As many layers as usual, with equally many operators in each."""
+    return equal_operators(graph, len(find_layers(graph)))
+
+
+@dataclass
+class _Clock:
+    """CPU seconds inside of the program, of which asking."""
+
+    program: float = 0.0
+    asking: float = 0.0
+    asks: int = 0
+
+
+@contextmanager
+def _replaced(known: Memo, clock: _Clock, make_space: Any, program: Any, layers: Any) -> Iterator[None]:
+    """Inside, `hapx.inter_op` uses these, and asks only what was not asked before."""
+
+    class Remembering(Asker):
+        def ask(self, start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
+            rule = replace(self.asked.rule, name="")
+            key = (self.asked.repeats, rule, self.classes[start:stop], shape)
+            if key not in known:
+                began = time.process_time()
+                known[key] = super().ask(start, stop, shape)
+                clock.asking += time.process_time() - began
+                clock.asks += 1
+            return known[key]
+
+    def timed(*args: Any, **options: Any) -> Solution:
+        began = time.process_time()
+        try:
+            solution: Solution = program(*args, **options)
+        finally:
+            clock.program += time.process_time() - began
+        return solution
+
+    with (
+        patch.object(inter_op, "Asker", Remembering), patch.object(inter_op, "space", make_space), patch.object(inter_op, "solve", timed),
+        patch.object(inter_op, "find_layers", layers),
+    ):  # fmt: skip
+        yield
