@@ -240,7 +240,7 @@ STRATEGIES = {
     "auto": replace(AUTO, max_stages=1),
     "zero": BASELINES["zero"],
     "tensor-parallel": BASELINES["tensor-parallel"],
-    "sfb": replace(AUTO, name="sfb", sfb="always", mesh="flat", max_stages=1),
+    "sfb": replace(AUTO, name="sfb", sfb="always", mesh="flat", split="batch", max_stages=1),
     "blocks": replace(AUTO, name="blocks", remat="blocks", mesh="flat", max_stages=1),
     "freed": replace(BASELINES["zero"], name="freed", storage="sharded-free"),
 }
