@@ -95,7 +95,8 @@ class HAP(nn.Module):
         object.__setattr__(self, "module", module)
         self._loss_fn, self._local_inputs, self._gather_outputs = loss_fn, inputs == "local", gather_outputs
         self._options: dict[str, Any] = {"strategy": strategy, "optimizer": optimizer, "precision": precision, "remat": remat}
-        self._options["micro_batches"] = micro_batches
+        # a pipeline takes whole batches
+        self._options["micro_batches"] = 1 if inputs == "local" and micro_batches == "auto" else micro_batches
         self._given: Any = plan
         self._executor: Executor | Pipeline | None = None
         self._loss_scale: Callable[[], float] = lambda: 1.0  # of a gradient scaler: a pipeline's backward passes begin with it

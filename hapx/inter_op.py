@@ -33,6 +33,7 @@ from hapx.stage_prices import Asker
 from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, warm
 from hapx.stages.dp import solve
+from hapx.stages.plain import plain_pipelines
 from hapx.stages.space import space
 from hapx.states import Property
 from hapx.synth.astar import Statistics
@@ -44,6 +45,7 @@ NEAR = 1.15  # how many times the time at full speed a plan of one stage may tak
 MOST_ASKS = 30  # calls of the planner, unless nothing was found yet
 DISCIPLINES = (ONE_F_ONE_B, warm(1), warm(2))
 MOST_NUMBERS = 2
+SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
 PUT_TOGETHER = 3  # pipelines that are simulated
 
 
@@ -120,7 +122,9 @@ def pipelines(
         keep=PUT_TOGETHER + 1, watch=told,
     )  # fmt: skip
     plans: list[tuple[Plan, Pipeline, Asker]] = []
-    for pipeline in [p for p in found.pipelines if 1 < len(p.stages) <= asked.rule.max_stages][:PUT_TOGETHER]:
+    candidates = [*found.pipelines, *(p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision))]
+    wanted = sorted((p for p in candidates if 1 < len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below), key=lambda p: p.time)
+    for pipeline in wanted[:PUT_TOGETHER]:
         asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
         pieces = [_placed(asker, s.start, s.stop, s.answer.plan, s.devices) for s in pipeline.stages]
         statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}

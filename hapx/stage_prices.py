@@ -45,6 +45,7 @@ class Asker:
     layers: Sequence[tuple[int, int]]
     counters: Counters = field(default_factory=Counters)
     calls: int = 0
+    known: dict[Hashable, tuple[Answer, ...]] = field(default_factory=dict)
 
     def prices(self) -> Prices:
         return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing)
@@ -68,6 +69,12 @@ class Asker:
             later = tuple(any(not start <= i < stop for i in graph.consumers[o.name]) for o in node.outputs)
             found.append((node.call.target, operands, tuple((o.shape, o.dtype) for o in node.outputs), later))
         return tuple(found)
+
+    @property
+    def work(self) -> list[float]:
+        """FLOPs of each layer."""
+        flops = node_flops(self.asked.graph)
+        return [float(flops[a:b].sum()) for a, b in self.layers]
 
     # ---- bounds -------------------------------------------------------------------------------------------------------
 
@@ -122,6 +129,12 @@ class Asker:
     # ---- answers ------------------------------------------------------------------------------------------------------
 
     def ask(self, start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
+        key = self.classes[start:stop], shape
+        if key not in self.known:
+            self.known[key] = self._asked(start, stop, shape)
+        return self.known[key]
+
+    def _asked(self, start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
         self.calls += 1
         low = self.bound(start, stop, shape).iteration
         found = [self._answer(piece) for piece in self._pieces(start, stop, shape)]
