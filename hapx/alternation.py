@@ -87,6 +87,7 @@ class Setting:
         progress: is told what is done. forbidden: choices that are left out.
         strict: the peak of every program is looked at, not only of those that come near the capacity.
         old: a plan of the same restriction; where its mesh is tried again, it is a start and a candidate.
+        within: relative distance from the optimum at which searches may end, if they need not be exact.
         repeats, in_flight: of a stage, how many micro-batches it runs per iteration, and how many of them it keeps at once.
     """
 
@@ -105,6 +106,7 @@ class Setting:
     old: Plan | None = None
     repeats: int = 1
     in_flight: int = 1
+    within: float = 0.0
 
 
 class Alternation:
@@ -119,7 +121,7 @@ class Alternation:
         began = time.perf_counter()
         self.problem: Problem = build(theory, self.costs, setting.rule, setting.given, setting.forbidden)
         counters.problem_time += time.perf_counter() - began
-        self.problem.watch = told.watch()
+        self.problem.watch, self.problem.within = told.watch(), setting.within
         self.hopeless = 0.0  # how many times as much as the best of the views before its first program costs, where that ended it
         self.fitting = Fitting(theory, self.costs, setting.key, setting.strict)
         self.rejected: tuple[Solution, Lengths] | None = None  # the last program whose peak did not fit at balanced ratios

@@ -46,7 +46,7 @@ MOST_ASKS = 30  # calls of the planner, unless nothing was found yet
 DISCIPLINES = (ONE_F_ONE_B, warm(1), warm(2))
 MOST_NUMBERS = 2
 SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
-PUT_TOGETHER = 3  # pipelines that are simulated
+PUT_TOGETHER = 2  # pipelines that are simulated
 
 
 def plan_with_stages(asked: Setting, whole: Callable[[], Plan], parts: Callable[[int], Graph], number: int | None) -> Plan:
@@ -126,7 +126,10 @@ def pipelines(
     wanted = sorted((p for p in candidates if 1 < len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below), key=lambda p: p.time)
     for pipeline in wanted[:PUT_TOGETHER]:
         asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
-        pieces = [_placed(asker, s.start, s.stop, s.answer.plan, s.devices) for s in pipeline.stages]
+        known = [asker.piece(s.start, s.stop, s.shape, s.in_flight) for s in pipeline.stages]
+        pieces = [_placed(asker, s.start, s.stop, p, s.devices) for s, p in zip(pipeline.stages, known, strict=True) if p is not None]
+        if len(pieces) < len(known):
+            continue
         statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}
         with suppress(InsufficientMemoryError):
             plans.append((_scheduled(pieces, asker.asked, asked.rule, statistics), pipeline, asker))

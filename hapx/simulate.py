@@ -119,7 +119,7 @@ def _later(event: Event, seconds: float) -> Event:
 
 
 def _run(program: Program, graph: Graph, exact: CostModel, events: bool, synchronisation: Mapping[str, float] | None = None) -> _Clock:
-    steps = [(_name(i) if events else "", _cost(i, graph, exact)) for i in program.instructions]
+    steps = [(_name(i) if events else "", step_cost(i, graph, exact)) for i in program.instructions]
     if synchronisation:
         steps = [(name, _synchronised(i, step, synchronisation)) for i, (name, step) in zip(program.instructions, steps, strict=True)]
     full = _full_buckets([_gradient_bytes(i, step, graph) for i, (_, step) in zip(program.instructions, steps, strict=True)])
@@ -147,7 +147,8 @@ def _name(instruction: Instruction) -> str:
     return f"{body.op} {post.tensor}" if isinstance(body, OpCall) else f"{' then '.join(map(str, body))} {post.tensor}"
 
 
-def _cost(instruction: Instruction, graph: Graph, cost: CostModel) -> StepCost:
+def step_cost(instruction: Instruction, graph: Graph, cost: CostModel) -> StepCost:
+    """What an instruction adds."""
     triple = instruction.triple
     if isinstance(triple.body, OpCall):
         return cost.instruction(triple)

@@ -2,9 +2,9 @@
 
 In: the graph of a micro-batch, its layers, the cluster. Out: `Prices` for `hapx.stages.dp`: answers of the planner, bounds, what crosses.
 
-An answer is planned on the shape's own cluster, on one view and from one start, so that few seconds suffice for many; stages of a chosen pipeline are
-planned again on all views (`hapx.inter_op`). Where a program leaves room for few micro-batches, one that recomputes its repeated blocks and one that
-is planned for more of them in memory are further answers.
+The whole model is planned once on every shape that is asked for, as if memory were no matter (and a second time, with parameters in shards and blocks
+recomputed, where its parts leave little room): one view, one start. What such a program does for some layers is a program for these layers, so its
+seconds and bytes are an answer. Stages of the best pipelines are planned each for itself (`Asker.piece`, `hapx.inter_op`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from hapx.alternation import Counters, Setting
-from hapx.cluster.spec import Link
+from hapx.cluster.spec import ClusterSpec, Link
 from hapx.cost.liveness import peak
 from hapx.cost.memory import RESERVE, states_of
 from hapx.cost.model import OWN_SPEED
@@ -25,16 +25,21 @@ from hapx.cost.remat import with_blocks
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError, PlanError
 from hapx.ir import FLOATING, Kind
+from hapx.lower import Candidate
 from hapx.parts import crossing, part
 from hapx.pipelines import Piece, piece_of, replaced
-from hapx.plan import Mesh
+from hapx.plan import Mesh, Program
 from hapx.planner import plan_spmd, views
+from hapx.simulate import StageTimes, stage_times, step_cost
 from hapx.stages.clustering import node_flops
-from hapx.stages.costs import UNLIMITED, Answer, Prices
+from hapx.stages.costs import UNLIMITED, Answer, Prices, most_in_flight
 from hapx.stages.submeshes import Shape
 
 PART = 1e-4  # of the seconds that the synchronisation of gradients would take, in bounds
 FEW = 8  # micro-batches for which an answer should have room, if there are as many
+ROUGH = 0.03  # how far from the optimum programs of the whole model may be
+ROOM = 1000  # times the memory that there is
+STORED = (Kind.PARAMETER, Kind.BUFFER)
 
 
 @dataclass
@@ -46,6 +51,8 @@ class Asker:
     counters: Counters = field(default_factory=Counters)
     calls: int = 0
     known: dict[Hashable, tuple[Answer, ...]] = field(default_factory=dict)
+    wholes: dict[tuple[Shape, bool], WholeModel | None] = field(default_factory=dict)
+    pieces: dict[Hashable, Piece | None] = field(default_factory=dict)
 
     def prices(self) -> Prices:
         return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing)
@@ -135,27 +142,52 @@ class Asker:
         return self.known[key]
 
     def _asked(self, start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
-        self.calls += 1
-        low = self.bound(start, stop, shape).iteration
-        found = [self._answer(piece) for piece in self._pieces(start, stop, shape)]
-        best: list[Answer] = []
-        for answer in sorted(found, key=lambda a: (a.micro, a.iteration)):
-            if answer.most_in_flight > 0 and not any(
-                b.most_in_flight >= answer.most_in_flight and b.micro <= answer.micro and b.iteration <= answer.iteration for b in best
-            ):
-                best.append(answer)
-        return tuple(replace(a, iteration=max(a.iteration, low)) for a in best)
+        """By programs of the whole model on the shape: what they do for these layers is a program for these layers."""
+        low = self.bound(start, stop, shape)
+        nodes, wanted = (self.layers[start][0], self.layers[stop - 1][1]), min(self.asked.repeats, FEW)
+        found: list[Answer] = []
+        for lean in (False, True):
+            if found and found[-1].most_in_flight >= wanted:
+                break
+            whole = self._whole(shape, lean)
+            if whole is None:
+                continue
+            seconds = whole.times(*nodes)
+            fits = whole.most_in_flight(*nodes, self.asked.cluster)
+            found.append(Answer(max(seconds.micro, low.micro), max(seconds.iteration, low.iteration), fits))
+        return tuple(a for k, a in enumerate(found) if a.most_in_flight > 0 and (k == 0 or a.most_in_flight > found[0].most_in_flight))
 
-    def _pieces(self, start: int, stop: int, shape: Shape) -> list[Piece]:
+    def _whole(self, shape: Shape, lean: bool) -> WholeModel | None:
+        """The model planned on a shape as if memory were no matter; lean: its parameters in shards, its blocks recomputed."""
+        if (shape, lean) not in self.wholes:
+            self.calls += 1
+            cluster = shape.spec(self.asked.cluster)
+            types = {name: replace(kind, memory=kind.memory * ROOM) for name, kind in cluster.device_types.items()}
+            graph = with_blocks(self.asked.graph) if lean else self.asked.graph
+            rule = replace(self.asked.rule, storage="sharded") if lean and cluster.num_devices > 1 else self.asked.rule
+            setting = replace(self.asked, graph=graph, rule=rule, cluster=replace(cluster, device_types=types), in_flight=1, start={}, within=ROUGH)
+            self.wholes[shape, lean] = None
+            with suppress(InsufficientMemoryError, PlanError):
+                self.wholes[shape, lean] = WholeModel(plan_spmd(setting, self.counters, [view_of(setting)])[0])
+        return self.wholes[shape, lean]
+
+    def piece(self, start: int, stop: int, shape: Shape, in_flight: int) -> Piece | None:
+        """Layers planned on a shape for so many micro-batches in flight: the fastest program that has room for them."""
+        key = self.classes[start:stop], shape, in_flight
+        if key not in self.pieces:
+            fitting = [p for p in self._pieces(start, stop, shape, in_flight) if self._fits(p) >= in_flight]
+            self.pieces[key] = min(fitting, key=lambda p: p.times.micro + p.times.iteration / self.asked.repeats, default=None)
+        return self.pieces[key]
+
+    def _pieces(self, start: int, stop: int, shape: Shape, wanted: int) -> list[Piece]:
         nodes = (self.layers[start][0], self.layers[stop - 1][1])
         graph = part(self.asked.graph, *nodes)
         cluster = shape.spec(self.asked.cluster)
         setting = replace(self.asked, graph=graph, cluster=cluster, in_flight=1, start={})
-        wanted = min(self.asked.repeats, FEW)
         mesh = view_of(setting)
         found: list[Piece] = []
         for blocks, kept in ((False, 1), (False, wanted), (True, wanted)):
-            if found and self._answer(found[-1]).most_in_flight >= wanted:
+            if found and self._fits(found[-1]) >= wanted:
                 break
             own = with_blocks(graph) if blocks else graph
             if (blocks and own is graph) or (kept > 1 and not found and not blocks):
@@ -165,15 +197,42 @@ class Asker:
                 found.append(piece_of(best, nodes, tuple(range(cluster.num_devices))))
         return found
 
-    def _answer(self, piece: Piece) -> Answer:
+    def _fits(self, piece: Piece) -> int:
+        """Micro-batches for which a program has room."""
         best = piece.candidate
         exact = replaced(best.costs.at_lengths(best.lengths), repeats=1, in_flight=1)
         found = peak(best.program, best.theory.graph, exact, best.storage_of)
-        room = np.asarray(exact.capacity) - found.total - (found.left if self.asked.repeats > 1 else 0.0)
-        fits = UNLIMITED
-        for slack, one in zip(room, found.kept, strict=True):
-            fits = min(fits, 0 if slack < 0 else 1 + int(slack // one) if one > 0 else UNLIMITED)
-        return Answer(piece.times.micro, piece.times.iteration, fits, piece)
+        earlier = found.left if self.asked.repeats > 1 else 0.0 * found.left
+        return most_in_flight(tuple(exact.capacity), tuple(found.total + earlier - found.kept), tuple(found.kept), (0.0,) * len(exact.kinds))
+
+
+class WholeModel:
+    """A program of the whole model on a shape, read layer by layer."""
+
+    def __init__(self, best: Candidate):
+        self.best, self.graph = best, best.theory.graph
+        self.exact = replaced(best.costs.at_lengths(best.lengths), repeats=1, in_flight=1)
+        self.after = {-1: 0} | {i.triple.node: k + 1 for k, i in enumerate(best.program.instructions) if i.triple.node is not None}
+
+    def _part(self, start: int, stop: int) -> Program:
+        """The instructions of nodes [start, stop), with the conversions before each, and the parameters that they use."""
+        instructions = self.best.program.instructions[self.after[start - 1] : self.after[stop - 1]]
+        used = {p.tensor for i in instructions for p in i.triple.pre}
+        return replace(self.best.program, instructions=instructions, needs=tuple(p for p in self.best.program.needs if p.tensor in used))
+
+    def times(self, start: int, stop: int) -> StageTimes:
+        return stage_times(self._part(start, stop), self.graph, self.exact)
+
+    def most_in_flight(self, start: int, stop: int, cluster: ClusterSpec) -> int:
+        """By sums: what is stored, and what backward waits for."""
+        part = self._part(start, stop)
+        zero = np.zeros(len(self.exact.kinds))
+        kept = [step_cost(i, self.graph, self.exact).memory for i in part.instructions]
+        stored = [self.exact.storage(self.graph.refs[p.tensor], p.placement) for p in part.needs if self.graph.refs[p.tensor].kind in STORED]
+        each, static = (sum((t.at({}) for t in terms if t is not None), zero) for terms in (kept, stored))
+        own = self.exact.cluster
+        memory = self.exact.view.worst(lambda d: cluster.device_types[own.devices[d].type].memory * (1.0 - RESERVE), min)
+        return most_in_flight(memory, tuple(static), tuple(each), (0.0,) * len(memory))
 
 
 def view_of(setting: Setting) -> Mesh:

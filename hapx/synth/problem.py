@@ -113,6 +113,7 @@ class Problem:
     classes: list[StepClass] = field(default_factory=list)
     seeds: list[Mapping[int, Any]] | None = None  # see `hapx.synth.seeds`; made when first searched
     watch: Callable[[int, float, float | None], None] | None = None  # see `hapx.synth.astar.Watch`
+    within: float = 0.0  # relative distance from the optimum that is good enough; see `hapx.synth.search`
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
     written: dict[Any, Any] = field(default_factory=dict)  # by choices, what `hapx.synth.writer` made of them
     repetition: Any = None  # see `hapx.synth.periods`; made when first searched

@@ -188,7 +188,7 @@ def _widened(domain: Synthesis, statistics: Statistics, best: State | None, widt
 
 def _tolerance(problem: Problem) -> float:
     steps, flat = len(problem.steps), len(problem.theory.mesh.axes) == 1
-    return TOLERANCE if steps <= EXACT else ALMOST if flat and steps <= NEARLY else WITHIN
+    return max(problem.within, TOLERANCE if steps <= EXACT else ALMOST if flat and steps <= NEARLY else WITHIN)
 
 
 def _stuck(problem: Problem) -> PlanError:

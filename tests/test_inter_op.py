@@ -1,0 +1,76 @@
+"""Pipelines as "auto" finds them: plans that hold, and are faster than one program where links are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+import hapx
+from hapx.alternation import Setting
+from hapx.errors import HapError
+from hapx.graph.capture import capture
+from hapx.inter_op import at_full_speed, numbers_of_micro_batches
+from hapx.planner import key_of
+from hapx.restriction import AUTO
+from hapx.stage_prices import Asker
+from hapx.stages.clustering import find_layers
+from hapx.stages.submeshes import shape_of
+from support.clusters import slow_devices
+from support.models import GPT
+from support.staged import micro_graph
+
+SLOW = slow_devices(["fast", "fast"], ["slow", "slow"], inter="2 Mbit/s", speed=1e8)
+QUICK = slow_devices(["fast", "fast"], ["slow", "slow"], inter="100 Gbit/s", speed=1e6)
+MODEL: Callable[[], Any] = partial(GPT, vocab=13, width=32, heads=4, layers=3, context=16)
+
+
+def test_a_slow_link_makes_a_pipeline() -> None:
+    model = MODEL()
+    plan = hapx.plan(model, SLOW, model.example(16))
+    assert len(plan.stages) == 2
+    assert plan.iteration_time < plan.statistics["one_stage"]
+    assert sorted(d for s in plan.stages for d in s.devices) == [0, 1, 2, 3]
+    plan.verify()
+    assert hapx.plan(model, SLOW, model.example(16)) == plan
+    single = hapx.plan(model, SLOW, model.example(16), micro_batches=1)
+    assert len(single.stages) == 1
+    assert single.iteration_time == pytest.approx(plan.statistics["one_stage"])
+
+
+def test_a_quick_link_does_not() -> None:
+    model = MODEL()
+    plan = hapx.plan(model, QUICK, model.example(16))
+    assert len(plan.stages) == 1
+    graph = capture(model, model.example(16))
+    assert plan.iteration_time >= at_full_speed(Setting(graph, key_of(graph), QUICK, AUTO, "fp32", "adamw"))
+
+
+def test_the_number_of_micro_batches_may_be_given() -> None:
+    model = MODEL()
+    plan = hapx.plan(model, SLOW, model.example(16), micro_batches=2)
+    assert [len(s.micro_batches) for s in plan.schedules.values()] in ([2], [])
+    with pytest.raises(HapError, match="micro_batches=3; allowed: a divisor of the batch of 16"):
+        hapx.plan(model, SLOW, model.example(16), micro_batches=3)
+    assert numbers_of_micro_batches(16, SLOW) == (8, 4)
+    assert numbers_of_micro_batches(1, SLOW) == ()
+
+
+def test_answers_are_near_what_is_planned() -> None:
+    """The whole model's program, read for some layers, takes about what their own program does; no less than the bound."""
+    model = MODEL()
+    graph, whole = micro_graph(model, model.example(16), 4)
+    rule = replace(AUTO, segments="none", max_stages=1, remat="none")
+    asker = Asker(Setting(graph, key_of(whole), SLOW, rule, "fp32", "adamw", repeats=4), find_layers(graph))
+    shape = shape_of(SLOW, (0, 1))
+    for run in ((0, 1), (1, 2), (0, len(asker.layers))):
+        (answer,) = asker.ask(*run, shape)
+        piece = asker.piece(*run, shape, 1)
+        assert piece is not None
+        assert answer.micro == pytest.approx(piece.times.micro, rel=0.2)
+        assert answer.micro >= asker.bound(*run, shape).micro
+        assert answer.most_in_flight > 4
+    assert asker.calls == 1
