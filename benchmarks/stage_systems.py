@@ -6,6 +6,7 @@ is replaced there for the time of the call:
 
     pipeline             nothing. hapx is the better of this and SPMD
     islands              the space: no submesh with devices of two types
+    SPMD, micro-batches  no program: one stage on all devices (gradients are accumulated)
     equal layers, dp+pp  the program itself: as many layers in every stage, a stage per machine, per two machines, ... ; schedule 1F1B.
                          dp+pp also under a restriction: only the batch is split, every parameter is kept where it is used
     equal operators      the layers: as many operators in each
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,10 +25,12 @@ from unittest.mock import patch
 
 from benchmarks.stage_cases import OPTIMIZER, PRECISION, Case
 from hapx import inter_op
+from hapx.alternation import Counters
 from hapx.cluster.spec import ClusterSpec
+from hapx.cost.remat import with_blocks
 from hapx.errors import InsufficientMemoryError
 from hapx.ir import Graph
-from hapx.pipelines import scheduled
+from hapx.pipelines import assemble, plan_piece, scheduled
 from hapx.plan import Plan
 from hapx.planner import plan_graphs
 from hapx.predict import predictions
@@ -38,9 +41,10 @@ from hapx.stages.costs import ONE_F_ONE_B, Answer, Assigned, Pipeline, Prices, l
 from hapx.stages.dp import Solution, solve
 from hapx.stages.space import Space, space
 from hapx.stages.submeshes import Shape, ordered, shape_of
+from hapx.theory.discover import discover
 
 SPMD, PIPELINE, ISLANDS, EQUAL, DP_PP = "SPMD", "pipeline", "equal-GPU islands", "equal layers", "dp+pp"
-OPERATORS = "equal operators"
+OPERATORS, ACCUMULATED = "equal operators", "SPMD, micro-batches"
 BATCH_ONLY = Restriction("dp", split="batch", storage="as-used", sfb="never", forms=frozenset({"padded"}))
 SIMULATED = 3  # pipelines with equal layers
 
@@ -96,7 +100,7 @@ class Bench:
 
     def systems(self) -> dict[str, Callable[[], Found]]:
         """By name, in the order in which they are shown."""
-        found: dict[str, Callable[[], Found]] = {SPMD: self.spmd, PIPELINE: lambda: self.pipelines(PIPELINE)}
+        found: dict[str, Callable[[], Found]] = {SPMD: self.spmd, PIPELINE: lambda: self.pipelines(PIPELINE), ACCUMULATED: self.accumulated}
         if mixed(self.case.cluster):
             found[ISLANDS] = lambda: self.pipelines(ISLANDS, make_space=islands)
         return found | {EQUAL: lambda: self.equal(EQUAL), DP_PP: lambda: self.equal(DP_PP, BATCH_ONLY)}
@@ -117,6 +121,22 @@ class Bench:
         except InsufficientMemoryError:
             plan = None
         return Found(SPMD, plan, Costs(rest=time.process_time() - began))
+
+    def accumulated(self) -> Found:
+        """One stage on all devices that runs micro-batches one after another."""
+        began, captured, plans = time.process_time(), self.case.model.capture_seconds, []
+        devices = range(self.case.cluster.num_devices)
+        for n in self.tried:
+            graph = discover(self.case.model.parts(n))
+            for own in (graph, with_blocks(graph)):
+                setting = replace(self.case.setting(replace(AUTO, segments="none")), graph=own, repeats=n)
+                with suppress(InsufficientMemoryError):
+                    piece = plan_piece(setting, (0, len(graph.nodes)), devices, Counters())[0]
+                    plans.append(assemble([piece], replace(setting, graph=graph), "1f1b", {}))
+                    break
+        capture = self.case.model.capture_seconds - captured
+        best = min(plans, key=lambda p: p.iteration_time, default=None)
+        return Found(ACCUMULATED, best, Costs(capture, rest=time.process_time() - began - capture, asks=len(plans)))
 
     def equal(self, system: str, rule: Restriction = AUTO) -> Found:
         """As many layers in every stage, 1F1B; also with twice as many micro-batches as hapx looks at."""

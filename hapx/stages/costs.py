@@ -4,7 +4,8 @@ With n micro-batches, stages 1..S from the front, t_i seconds per micro-batch (f
 (activations and their cotangents, charged to stage i; x_S = 0), u_i seconds per iteration (synchronisation of gradients, update):
 
     time = sum_i (t_i + x_i) + (n - 1) max_i period_i + max_i u_i
-    period_i = t_i + x_i, or max(t_i, x_i) in a discipline that hides what crosses behind other micro-batches
+    period_i = t_i + x_i, or max(t_i, x_i / 2) in a discipline that hides what crosses behind other micro-batches: then activations of one micro-batch
+               travel while cotangents of another come back, each half of x_i
 
 and stage i, the s-th from the end, keeps what n or min(n, s + w) micro-batches need for backward at once, which must fit into its devices. This is
 Alpa's equation 2 (OSDI'22) with x and u. It ranks pipelines; what overlaps exactly only the simulator knows.
@@ -20,6 +21,7 @@ from hapx.cluster.spec import Link
 from hapx.stages.submeshes import Shape
 
 UNLIMITED = 1 << 20
+ONE_WAY = 0.5  # of what crosses: cotangents have the sizes of activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Discipline:
 
     def period(self, micro: float, crossing: float) -> float:
         """Seconds between two micro-batches of a stage."""
-        return max(micro, crossing) if self.hides else micro + crossing
+        return max(micro, ONE_WAY * crossing) if self.hides else micro + crossing
 
 
 ONE_F_ONE_B = Discipline("1f1b")

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from hapx.stages.book import Book, Floats, Ints
-from hapx.stages.costs import Discipline
+from hapx.stages.costs import ONE_WAY, Discipline
 
 POSITIONS = 8  # where a search on them takes long it is made again on all
 GRID = 8
@@ -141,7 +141,7 @@ class Frontier:
 
     def _period(self, shape: int, link: int) -> Floats:
         crossing: Floats = self.crossing[link][None, :, None]
-        period: Floats = np.maximum(self.seconds[shape], crossing) if self.discipline.hides else self.seconds[shape] + crossing
+        period: Floats = np.maximum(self.seconds[shape], ONE_WAY * crossing) if self.discipline.hides else self.seconds[shape] + crossing
         return period
 
     def _grid(self) -> tuple[Floats, Floats]:

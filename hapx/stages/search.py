@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hapx.stages.book import NOISE
+from hapx.stages.costs import ONE_WAY
 from hapx.stages.frontier import Frontier
 from hapx.stages.space import Move
 
@@ -113,7 +114,7 @@ class Searcher:
             micro, iteration = frontier.micro[move.shape, runs, stop], frontier.iteration[move.shape, runs, stop]
             crossing = self._crossing(label, move.shape)
             total = label.total + micro + crossing
-            period = np.maximum(label.period, np.maximum(micro, crossing) if frontier.discipline.hides else micro + crossing)
+            period = np.maximum(label.period, np.maximum(micro, ONE_WAY * crossing) if frontier.discipline.hides else micro + crossing)
             update = np.maximum(label.iteration, iteration)
             top = np.maximum(period, frontier.top[move.target, position, runs, None])
             ahead = frontier.sums[move.target, position, :, runs, None]
