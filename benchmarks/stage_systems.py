@@ -45,7 +45,7 @@ from hapx.theory.discover import discover
 
 SPMD, PIPELINE, ISLANDS, EQUAL, DP_PP = "SPMD", "pipeline", "equal-GPU islands", "equal layers", "dp+pp"
 OPERATORS, ACCUMULATED = "equal operators", "SPMD, micro-batches"
-BATCH_ONLY = Restriction("dp", split="batch", storage="as-used", sfb="never", forms=frozenset({"padded"}))
+BATCH_ONLY = Restriction("dp", split="batch", storage="as-used", sfb="never", forms=frozenset({"padded"}), max_stages=64)
 SIMULATED = 3  # pipelines with equal layers
 
 

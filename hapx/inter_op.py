@@ -44,7 +44,6 @@ from hapx.theory.normalise import warn_of_mixing
 NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
 MOST_ASKS = 30  # calls of the planner, unless nothing was found yet
 DISCIPLINES = (ONE_F_ONE_B, warm(1), warm(2))
-MOST_NUMBERS = 2
 SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
 PUT_TOGETHER = 2  # pipelines that are simulated
 
@@ -61,7 +60,9 @@ def plan_with_stages(asked: Setting, whole: Callable[[], Plan], parts: Callable[
     numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster)
     began = time.perf_counter()
     found: list[Plan] = []
-    if single is None or single.iteration_time > NEAR * at_full_speed(asked):
+    # what is said of the one mesh of all devices cannot be said of stages
+    free = asked.rule.mesh in ("auto", "flat") and asked.cluster.mesh in ("auto", "flat") and not isinstance(asked.rule.ratios, tuple)
+    if free and (single is None or single.iteration_time > NEAR * at_full_speed(asked)):
         searched = Statistics(expansions=single.statistics["expansions"]) if single is not None else Statistics()
         told = Teller(asked.progress, searched, "pipelines", 1, 1, single.iteration_time if single is not None else inf)
         with warnings.catch_warnings():
@@ -87,11 +88,14 @@ def at_full_speed(asked: Setting) -> float:
 
 
 def numbers_of_micro_batches(batch: int, cluster: ClusterSpec) -> tuple[int, ...]:
-    """Those that are tried: divisors of the batch near 4 and 2 times as many as there are machines (or devices of a single one)."""
-    unit = len(cluster.machines) if len(cluster.machines) > 1 else cluster.num_devices
+    """Those that are tried: divisors of the batch near 4 and 2 times as many as there are machines (eight at least), or devices of
+    a single one."""
+    unit = max(len(cluster.machines), 8) if len(cluster.machines) > 1 else cluster.num_devices
     divisors = [n for n in range(2, batch + 1) if batch % n == 0]
-    wanted = (4 * unit, 2 * unit)
-    return tuple(dict.fromkeys(min(divisors, key=lambda n: (abs(n - w), n)) for w in wanted))[:MOST_NUMBERS] if divisors else ()
+    found: list[int] = []
+    for wanted in (4 * unit, 2 * unit):
+        found += sorted((n for n in divisors if n not in found), key=lambda n: (abs(n - wanted), n))[:1]
+    return tuple(found)
 
 
 def pipelines(

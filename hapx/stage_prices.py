@@ -102,6 +102,8 @@ class Asker:
     def bound(self, start: int, stop: int, shape: Shape) -> Answer:
         """At full speed, all devices busy; memory: parameters in shards. Of the gradients' synchronisation a small part: it may be avoided, but where
         it is not, it is in proportion to this (see `hapx.stages.book`)."""
+        if shape.num_devices == self.asked.cluster.num_devices:  # a single stage is no pipeline
+            return Answer(0.0, 0.0, 0)
         (a, _), (_, b) = self.layers[start], self.layers[stop - 1]
         flops, held = self._work
         kinds = [self.asked.cluster.device_types[t] for t in shape.types]
@@ -237,5 +239,5 @@ class WholeModel:
 
 def view_of(setting: Setting) -> Mesh:
     """The view on which answers are planned: machines x devices where there are several machines with equally many equal devices, else flat."""
-    found = views(setting.cluster, replace(setting.rule, mesh="auto"))
+    found = views(setting.cluster, setting.rule)
     return next((m for m in found if len(setting.cluster.machines) > 1 and m.axes[0].kind == "machines" and len(m.axes) > 1), found[0])

@@ -55,7 +55,7 @@ def test_the_number_of_micro_batches_may_be_given() -> None:
     assert [len(s.micro_batches) for s in plan.schedules.values()] in ([2], [])
     with pytest.raises(HapError, match="micro_batches=3; allowed: a divisor of the batch of 16"):
         hapx.plan(model, SLOW, model.example(16), micro_batches=3)
-    assert numbers_of_micro_batches(16, SLOW) == (8, 4)
+    assert numbers_of_micro_batches(16, SLOW) == (16, 8)
     assert numbers_of_micro_batches(1, SLOW) == ()
 
 

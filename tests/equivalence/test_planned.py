@@ -121,7 +121,7 @@ CASES: dict[str, Case] = {
     "two ranks": Case(TWO, flat("two"), lambda u, p: u.unequal),
     "three ranks": Case(THREE, flat("three", ratios="speed"), lambda u, p: u.unequal),
     "two machines": Case(
-        TWO_MACHINES, Restriction("two machines", mesh="two-level", ratios=(3.0, 1.0)), model_inside_batch, batch=8, batches={"mlp": 32}
+        TWO_MACHINES, Restriction("two machines", mesh="two-level", ratios=(3.0, 1.0)), model_inside_batch, batch=8, batches={"mlp": 64}
     ),
 }
 

@@ -100,7 +100,7 @@ def restricted(strategy: str, ratios: Any) -> Restriction:
 
 
 def planned(tiny: Tiny, batch: int, rule: Restriction) -> Plan:
-    plan = plan_module(tiny.model(), FOUR, tiny.inputs(batch, 0), strategy=rule)
+    plan = plan_module(tiny.model(), FOUR, tiny.inputs(batch, 0), strategy=rule, micro_batches=1)
     plan.verify()
     return plan
 
