@@ -24,10 +24,12 @@ from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.ir import Graph, OpCall
 from hapx.lower import Candidate
 from hapx.parts import part
-from hapx.pipelines import Piece, assemble, piece_of, plan_piece
+from hapx.pipelines import Piece, assemble, piece_of
 from hapx.plan import Instruction, Plan, Triple
+from hapx.planner import plan_spmd
 from hapx.predict import Staged
 from hapx.progress import Teller
+from hapx.restriction import Restriction
 from hapx.schedules import crossings_between, hiding, in_flight
 from hapx.stage_prices import Asker
 from hapx.stages.clustering import find_layers, node_flops
@@ -42,7 +44,7 @@ from hapx.theory.discover import discover
 from hapx.theory.normalise import warn_of_mixing
 
 NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
-MOST_ASKS = 30  # calls of the planner, unless nothing was found yet
+MOST_ASKS = 18  # calls of the planner, unless nothing was found yet
 DISCIPLINES = (ONE_F_ONE_B, warm(1), warm(2))
 SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
 PUT_TOGETHER = 2  # pipelines that are simulated
@@ -67,7 +69,7 @@ def plan_with_stages(asked: Setting, whole: Callable[[], Plan], parts: Callable[
         told = Teller(asked.progress, searched, "pipelines", 1, 1, single.iteration_time if single is not None else inf)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is to be said of the model was said of the plan of one stage
-            found = pipelines(asked, parts, numbers, told.known, lambda _: told("planning stages"))
+            found = pipelines(asked, parts, numbers, told.known, lambda _: told("planning stages"), more=number is None)
     spent = time.perf_counter() - began
     if not found or (single is not None and single.iteration_time <= found[0].iteration_time):
         if single is None:
@@ -99,10 +101,11 @@ def numbers_of_micro_batches(batch: int, cluster: ClusterSpec) -> tuple[int, ...
 
 
 def pipelines(
-    asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], below: float = inf, watch: Callable[[str], None] = lambda _: None
-) -> list[Plan]:
+    asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], below: float = inf, watch: Callable[[str], None] = lambda _: None,
+    *, more: bool = True,
+) -> list[Plan]:  # fmt: skip
     """Plans of several stages, best first; none where the model or the cluster cannot be cut, or nothing fits. below: seconds of an iteration; what
-    is slower is of no interest."""
+    is slower is of no interest. more: the best one is also tried with more micro-batches than these numbers."""
     if asked.cluster.num_devices < 2:
         return []
     # what is asked only has to rank: stages that are chosen are planned once more without these limits
@@ -110,11 +113,9 @@ def pipelines(
     askers: list[Asker] = []
     for number in numbers:
         watch(f"capturing one of {number} micro-batches")
-        with suppress(PlanError):
-            graph = discover(parts(number))
-            layers = find_layers(graph)
-            if len(layers) > 1 and (not askers or len(layers) == len(askers[0].layers)):
-                askers.append(Asker(replace(asked, graph=graph, rule=rule, repeats=number, progress=None, old=None), layers))
+        made = _asker(asked, rule, parts, number)
+        if made is not None and (not askers or len(made.layers) == len(askers[0].layers)):
+            askers.append(made)
     if not askers:
         return []
 
@@ -130,14 +131,20 @@ def pipelines(
     wanted = sorted((p for p in candidates if 1 < len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below), key=lambda p: p.time)
     for pipeline in wanted[:PUT_TOGETHER]:
         asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
-        known = [asker.piece(s.start, s.stop, s.shape, s.in_flight) for s in pipeline.stages]
-        pieces = [_placed(asker, s.start, s.stop, p, s.devices) for s, p in zip(pipeline.stages, known, strict=True) if p is not None]
-        if len(pieces) < len(known):
-            continue
         statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}
-        with suppress(InsufficientMemoryError):
-            plans.append((_scheduled(pieces, asker.asked, asked.rule, statistics), pipeline, asker))
+        plan = _put_together(asker, pipeline, asked.rule, statistics)
+        if plan is not None:
+            plans.append((plan, pipeline, asker))
     plans.sort(key=lambda p: p[0].iteration_time)
+    while more and plans and asked.graph.batch % (number := 2 * plans[0][2].asked.repeats) == 0:  # the same stages with more micro-batches
+        watch(f"the best pipeline with {number} micro-batches")
+        further = next((a for a in askers if a.asked.repeats == number), None) or _asker(asked, rule, parts, number)
+        if further is None or len(further.layers) != len(plans[0][2].layers):
+            break
+        plan = _put_together(further, plans[0][1], asked.rule, dict(plans[0][0].statistics))
+        if plan is None or plan.iteration_time >= plans[0][0].iteration_time:
+            break
+        plans.insert(0, (plan, plans[0][1], further))
     if plans:
         watch("planning the stages of the best pipeline once more")
         polished = _polished(*plans[0], asked)
@@ -146,7 +153,28 @@ def pipelines(
     return [plan for plan, _, _ in plans]
 
 
-def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Any, statistics: dict[str, Any]) -> Plan:
+def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], number: int) -> Asker | None:
+    """None where the model cannot be cut so."""
+    with suppress(PlanError):
+        graph = discover(parts(number))
+        layers = find_layers(graph)
+        if len(layers) > 1:
+            return Asker(replace(asked, graph=graph, rule=rule, repeats=number, progress=None, old=None), layers)
+    return None
+
+
+def _put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics: dict[str, Any]) -> Plan | None:
+    """The plan of a pipeline, each stage planned for itself; None where one does not fit."""
+    known = [asker.piece(s.start, s.stop, s.shape, s.in_flight) for s in pipeline.stages]
+    pieces = [_placed(asker, s.start, s.stop, p, s.devices) for s, p in zip(pipeline.stages, known, strict=True) if p is not None]
+    if len(pieces) < len(known):
+        return None
+    with suppress(InsufficientMemoryError):
+        return _scheduled(pieces, asker.asked, rule, statistics)
+    return None
+
+
+def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, statistics: dict[str, Any]) -> Plan:
     """The plan with the schedule that is fastest in simulation, of those whose micro-batches fit. Raises InsufficientMemoryError where none does."""
     plain = assemble(pieces, asked, "1f1b", statistics)
     seconds = Staged(plain).seconds
@@ -162,20 +190,26 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Any, statistics: d
 def _polished(plan: Plan, pipeline: Pipeline, asker: Asker, asked: Setting) -> Plan | None:
     """The stages planned once more."""
     kept = in_flight(plan.schedules[plan.first])
+    alike = [(asker.classes[s.start : s.stop], s.shape, chosen_blocks(plan.part(plan.first, i)) > 0) for i, s in enumerate(pipeline.stages)]
+    known: dict[Any, Piece] = {}
     pieces = []
     for i, stage in enumerate(pipeline.stages):
-        nodes = plan.stages[i].nodes[plan.first]
-        graph = plan.part(plan.first, i)
-        own = replace(
-            asker.asked,
-            rule=replace(asked.rule, segments="none", max_stages=1, remat="none"),
-            in_flight=kept[i],
-            graph=plan.graphs[plan.first] if chosen_blocks(graph) else asker.asked.graph,
-        )
-        try:
-            pieces.append(plan_piece(own, nodes, stage.devices, Counters())[0])
-        except (InsufficientMemoryError, PlanError):
-            return None
+        if alike[i] not in known:
+            nodes = plan.stages[i].nodes[plan.first]
+            whole = plan.graphs[plan.first] if alike[i][2] else asker.asked.graph
+            cluster = stage.shape.spec(asked.cluster)
+            own = replace(
+                asker.asked,
+                graph=part(whole, *nodes),
+                cluster=cluster,
+                rule=replace(asked.rule, segments="none", max_stages=1, remat="none"),
+                in_flight=max(k for k, key in zip(kept, alike, strict=True) if key == alike[i]),
+            )
+            try:
+                known[alike[i]] = piece_of(plan_spmd(own, Counters())[0], nodes, tuple(range(cluster.num_devices)))
+            except (InsufficientMemoryError, PlanError):
+                return None
+        pieces.append(_placed(asker, stage.start, stage.stop, known[alike[i]], stage.devices))
     with suppress(HapError):
         return _scheduled(pieces, replace(asker.asked, graph=plan.graphs[plan.first]), asked.rule, dict(plan.statistics))
     return None
