@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hapx.ir import Kind
 from hapx.plan import Plan
 from hapx.report.render import new_table, render
 from hapx.report.split import time_split
@@ -29,7 +30,7 @@ def compare_table(plans: Mapping[str, Plan]) -> str:
         )  # fmt: skip
     lines = [render(table)]
     clusters = dict.fromkeys(p.cluster.name for p in plans.values())
-    if len(clusters) > 1 or len({p.graphs[p.first].hash for p in plans.values()}) > 1:
+    if len(clusters) > 1 or len({_model(p) for p in plans.values()}) > 1:
         lines.append(f"note: these plans are not of one model on one cluster ({', '.join(clusters)})")
     return "\n\n".join(lines)
 
@@ -41,3 +42,10 @@ def _mesh(plan: Plan) -> str:
         return f"{len(plan.stages)} stages, {len(schedule.micro_batches)}x {schedule.name}"
     name, segments = plan.stages[0].mesh.name, plan.graphs[plan.first].segments
     return f"{name}, {segments} segments" if segments > 1 else name
+
+
+def _model(plan: Plan) -> object:
+    """What tells models apart, also where a plan has the graph of one micro-batch: parameters and buffers, and the shapes of a whole batch."""
+    graph = plan.graphs[plan.first]
+    kept = frozenset((r.name, r.shape, r.dtype) for kind in (Kind.PARAMETER, Kind.BUFFER) for r in graph.of_kind(kind))
+    return plan.first, kept
