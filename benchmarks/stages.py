@@ -100,7 +100,7 @@ def submeshes(plan: Plan) -> str:
             runs[-1].append(name)
         else:
             runs.append([name])
-    return " | ".join(f"{len(run)} stages of {run[0]}" if len(run) > 1 else run[0] for run in runs)
+    return " > ".join(f"{len(run)} stages of {run[0]}" if len(run) > 1 else run[0] for run in runs)
 
 
 def why(plan: Plan) -> str:
