@@ -50,15 +50,12 @@ SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
 PUT_TOGETHER = 2  # pipelines that are simulated
 
 
-def plan_with_stages(asked: Setting, whole: Callable[[], Plan], parts: Callable[[int], Graph], number: int | None) -> Plan:
+def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Callable[[int], Graph], number: int | None) -> Plan:
     """The faster one of a plan of one stage, made by `whole`, and the best pipeline. number: of micro-batches, if it is given. Raises what `whole`
-    raises where no pipeline fits either."""
-    failure: InsufficientMemoryError | None = None
+    raises where no pipeline fits either: only then is it asked to say what would help."""
     single: Plan | None = None
-    try:
-        single = whole()
-    except InsufficientMemoryError as error:
-        failure = error
+    with suppress(InsufficientMemoryError):
+        single = whole(False)
     numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster)
     began = time.perf_counter()
     found: list[Plan] = []
@@ -73,8 +70,7 @@ def plan_with_stages(asked: Setting, whole: Callable[[], Plan], parts: Callable[
     spent = time.perf_counter() - began
     if not found or (single is not None and single.iteration_time <= found[0].iteration_time):
         if single is None:
-            assert failure is not None
-            raise failure
+            return whole(True)
         return replace(single, statistics={**single.statistics, "stages_time": spent, "pipelines": len(found)})
     best = found[0]
     warn_of_mixing(best.graphs[best.first])

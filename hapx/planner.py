@@ -250,11 +250,11 @@ def plan_graphs(
     graphs: Sequence[Graph], cluster: ClusterSpec, *,
     strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
     keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0, progress: Watcher | None = None,
-    old: Plan | None = None, more: Callable[[Setting], Iterable[str]] = lambda _: (),
+    old: Plan | None = None, more: Callable[[Setting], Iterable[str]] | None = lambda _: (),
 ) -> Plan:  # fmt: skip
     """A plan for the first graph, which chooses mesh and storage, with further programs for the others. progress: is told what is done. old: a plan
     made before, perhaps for another cluster: where the same mesh is tried under the same restriction, it is one of the starts, and a candidate.
-    more: what else is tried where nothing fits, and fits."""
+    more: what else is tried where nothing fits, and fits; None: nothing is, the error says only what lacks."""
     graphs = list(map(discover, graphs))
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
@@ -264,6 +264,8 @@ def plan_graphs(
     try:
         setting, best = _with_remat(asked, counters)
     except InsufficientMemoryError as error:
+        if more is None:
+            raise
         raise advised(error, asked, fits_somehow, lambda: more(asked)) from None
     told = {"capture_time": capture_time, "coverage": coverage(setting.graph).as_dict(), **counters.as_dict()}
     plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, told)
@@ -323,11 +325,13 @@ def plan_module(
     def part(number: int) -> Graph:
         return normalised(capture(module, first_rows(example_inputs, graph.batch, graph.batch // number), loss_fn=loss_fn), graph)
 
-    def whole() -> Plan:
+    def smaller(setting: Setting) -> Iterator[str]:
+        return _smaller_batch(setting, example_inputs, lambda inputs: capture(module, inputs, loss_fn=loss_fn))
+
+    def whole(advise: bool = True) -> Plan:
         return plan_graphs(
             [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[key_of(graph, autocast)], capture_time=captured,
-            progress=progress,
-            more=lambda setting: _smaller_batch(setting, example_inputs, lambda inputs: capture(module, inputs, loss_fn=loss_fn)),
+            progress=progress, more=smaller if advise else None,
         )  # fmt: skip
 
     if rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1:
