@@ -23,7 +23,7 @@ from hapx.lower import Candidate, used_lengths
 from hapx.parts import crossing, part
 from hapx.plan import VERSION, Copy, Mesh, Plan, Program, ProgramKey, Schedule, Stage, Storage
 from hapx.planner import plan_spmd
-from hapx.predict import predictions, ties
+from hapx.predict import predictions
 from hapx.schedules import Style, check, crossings_between, groups_of, make
 from hapx.simulate import StageTimes, stage_times
 from hapx.states import Row, Sharded
@@ -159,8 +159,8 @@ def scheduled(plan: Plan, key: ProgramKey, style: Style | str) -> Schedule:
     assert graph.micro_batches is not None, "a graph of micro-batches"
     sizes = (graph.batch,) * graph.micro_batches.number
     crossings = crossings_between(plan.boundaries(key), graph.refs, key.mode == "train")
-    schedule = make(style if key.mode == "train" else "forward", groups, crossings, sizes, ties(plan))
-    check(schedule, groups, crossings, ties(plan))
+    schedule = make(style if key.mode == "train" else "forward", groups, crossings, sizes, plan.ties)
+    check(schedule, groups, crossings, plan.ties)
     return schedule
 
 

@@ -304,6 +304,11 @@ class Plan:
         """The sets of devices that have stages, in the order of their first stages."""
         return tuple(dict.fromkeys(s.devices for s in self.stages))
 
+    @property
+    def ties(self) -> list[tuple[int, ...]]:
+        """Sets of stages that share a parameter."""
+        return [tuple(c.stage for c in s.copies) for s in self.storage if len(s.copies) > 1]
+
     def part(self, key: ProgramKey, stage: int) -> Graph:
         """The graph of a stage."""
         if (key, stage) not in self._parts:

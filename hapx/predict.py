@@ -42,7 +42,7 @@ class Staged:
     @cached_property
     def timetable(self) -> Timetable:
         """One iteration."""
-        return timetable(self.plan.schedules[self.plan.first], self.seconds, ties(self.plan))
+        return timetable(self.plan.schedules[self.plan.first], self.seconds, self.plan.ties)
 
     @cached_property
     def times(self) -> tuple[StageTimes, ...]:
@@ -141,11 +141,6 @@ def stored_in(plan: Plan, stage: int, key: ProgramKey) -> dict[str, Placement]:
     graph, program = plan.part(key, stage), plan.stages[stage].programs[key]
     received = {p.tensor: p.placement for p in program.needs if p.tensor in graph.refs and graph.refs[p.tensor].kind is Kind.RECEIVED}
     return {s.name: c.placement for s in plan.storage for c in s.copies if c.stage == stage and s.name in graph.refs} | received
-
-
-def ties(plan: Plan) -> list[tuple[int, ...]]:
-    """Sets of stages that share a parameter."""
-    return [tuple(c.stage for c in s.copies) for s in plan.storage if len(s.copies) > 1]
 
 
 def predictions(plan: Plan, theory: Theory | None = None) -> tuple[float, tuple[int, ...], tuple[float, ...]]:

@@ -17,7 +17,6 @@ from hapx.errors import PlanError
 from hapx.ir import Kind, TensorRef
 from hapx.pieces import Layout
 from hapx.plan import VERSION, Mesh, Plan, ProgramKey, Stage, Storage
-from hapx.predict import ties
 from hapx.schedules import check, crossings_between, groups_of, make
 from hapx.states import Invariant, Placement, Replicated, Sharded
 from hapx.verify_graphs import where_of
@@ -188,6 +187,6 @@ def verify_schedule(plan: Plan, key: ProgramKey) -> None:
     if (schedule.name == "forward") != (key.mode == "eval"):
         raise PlanError(f"a schedule {schedule.name}", where=where_of(key), allowed="forward for evaluation, and another one for training")
     crossings = crossings_between(plan.boundaries(key), graph.refs, key.mode == "train")
-    check(schedule, groups, crossings, ties(plan))
-    if schedule != make(schedule.name, groups, crossings, sizes, ties(plan)):
+    check(schedule, groups, crossings, plan.ties)
+    if schedule != make(schedule.name, groups, crossings, sizes, plan.ties):
         raise PlanError("it is another order than that of its name", where=f"schedule {schedule.name}", hint="plan again")

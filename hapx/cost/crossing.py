@@ -1,7 +1,6 @@
 """Seconds that tensors take from one stage of a pipeline to another.
 
-In: bytes between devices and what is gathered after them (`hapx.reshard`), or, before layouts are known, bytes and the devices of the two stages; a
-cluster. Out: seconds. All messages of a crossing are under way at once:
+In: bytes between devices and what is gathered after them (`hapx.reshard`); a cluster. Out: seconds. All messages of a crossing are under way at once:
 
     max over network cards of what enters or leaves / bandwidth, over devices of the same inside a machine,   + a latency,
     + the gathers inside the receiving stage (padded, the slowest group).
@@ -51,12 +50,3 @@ def _gathers(gathers: Mapping[tuple[int, ...], Sequence[int]], itemsize: int, cl
         sharing = max((crossing[cluster.devices[d].machine] for d in group), default=1) or 1
         slowest = max(slowest, (n - 1) * max(shares) * itemsize / link.bandwidth * sharing + ceil(log2(n)) * link.latency)
     return slowest
-
-
-def expected_crossing(size: float, sources: Sequence[int], targets: Sequence[int], cluster: ClusterSpec) -> float:
-    """Of `size` bytes in layouts that are not known yet, spread evenly over both stages, each byte once."""
-    a, b = ({cluster.devices[d].machine for d in devices} for devices in (sources, targets))
-    if a == b and len(a) == 1:
-        link = cluster.machines[min(a)].intra
-        return size / link.bandwidth / min(len(sources), len(targets)) + link.latency
-    return size / cluster.inter.bandwidth / min(len(a), len(b)) + cluster.inter.latency

@@ -104,8 +104,7 @@ class Pipeline:
     def delivered(self, key: ProgramKey) -> Mapping[Action, tuple[Action, ...]]:
         """What this device has sent may be waited for at these actions (`hapx.schedules.delivered`)."""
         if key not in self._delivered:
-            ties = [tuple(c.stage for c in s.copies) for s in self.plan.storage if len(s.copies) > 1]
-            every = delivered(self.plan.schedules[key], len(self.plan.stages), ties)
+            every = delivered(self.plan.schedules[key], len(self.plan.stages), self.plan.ties)
             self._delivered[key] = every[self.group] if self.group >= 0 else {}
         return self._delivered[key]
 

@@ -66,32 +66,31 @@ SLOW_LINK = slow_devices(["fast", "fast"], ["slow", "slow"], inter="2 Mbit/s", s
 GPT_WIDE: Callable[[], Any] = partial(GPT, vocab=13, width=32, heads=4, layers=4, context=16)
 
 
-def train_as_users_do() -> tuple[int, list[float], dict[str, Tensor]]:
-    """On this rank: nothing says that there is a pipeline."""
-    module = GPT_WIDE()
-    hap = HAP(module, SLOW_LINK, example_inputs=module.example(16, 0))
-    optimizer = torch.optim.AdamW(hap.parameters(), lr=1e-3)
+def two_losses(trained: nn.Module, module: Any) -> list[float]:
+    """Of two steps with Adam on the examples of `module`."""
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
     losses = []
     for step in range(2):
-        loss = hap(*module.example(16, step))
+        loss = trained(*module.example(16, step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
+    return losses
+
+
+def train_as_users_do() -> tuple[int, list[float], dict[str, Tensor]]:
+    """On this rank: nothing says that there is a pipeline."""
+    module = GPT_WIDE()
+    hap = HAP(module, SLOW_LINK, example_inputs=module.example(16, 0))
+    losses = two_losses(hap, module)
     return len(hap.plan.stages), losses, hap.full_state_dict()
 
 
 @pytest.mark.gloo
 def test_auto_chooses_a_pipeline_over_a_slow_link() -> None:
     module = GPT_WIDE()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    expected = []
-    for step in range(2):
-        loss = module(*module.example(16, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(float(loss.detach()))
+    expected = two_losses(module, module)
     for stages, losses, state in pool(4).run(train_as_users_do, timeout=120):
         assert stages > 1
         assert losses == pytest.approx(expected, rel=1e-9)
