@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -24,7 +24,7 @@ from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.ir import Graph, OpCall
 from hapx.lower import Candidate
 from hapx.parts import part
-from hapx.pipelines import Piece, assemble, piece_of
+from hapx.pipelines import Piece, joined, piece_of, predicted, scheduled
 from hapx.plan import Instruction, Plan, Triple
 from hapx.planner import plan_spmd
 from hapx.predict import Staged
@@ -44,10 +44,12 @@ from hapx.theory.discover import discover
 from hapx.theory.normalise import warn_of_mixing
 
 NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
-MOST_ASKS = 18  # calls of the planner, unless nothing was found yet
+MOST_ASKS = 60  # shapes (at one number of micro-batches), unless nothing was found yet
 DISCIPLINES = (ONE_F_ONE_B, warm(1), warm(2))
 SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
-PUT_TOGETHER = 2  # pipelines that are simulated
+PUT_TOGETHER = 3  # pipelines that are simulated
+ROUNDS = 4  # of choosing, while what was chosen does not fit after all
+SLOW_STAGE = 0.9  # of the slowest stage's seconds: such stages are planned once more
 
 
 def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Callable[[int], Graph], number: int | None) -> Plan:
@@ -107,46 +109,71 @@ def pipelines(
     # what is asked only has to rank: stages that are chosen are planned once more without these limits
     rule = replace(asked.rule, segments="none", max_stages=1, remat="none", sfb="never", forms=asked.rule.forms & {"padded"} or asked.rule.forms)
     askers: list[Asker] = []
-    for number in numbers:
-        watch(f"capturing one of {number} micro-batches")
-        made = _asker(asked, rule, parts, number)
-        if made is not None and (not askers or len(made.layers) == len(askers[0].layers)):
-            askers.append(made)
-    if not askers:
-        return []
-
-    def told(asks: int, best: float, _: float) -> None:
-        watch(f"{asks} stages asked, best pipeline {best * 1e3:.3g} ms")
-
-    found = solve(
-        askers[0].classes, space(asked.cluster), [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, below=below,
-        keep=PUT_TOGETHER + 1, watch=told,
-    )  # fmt: skip
-    plans: list[tuple[Plan, Pipeline, Asker]] = []
-    candidates = [*found.pipelines, *(p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision))]
-    wanted = sorted((p for p in candidates if 1 < len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below), key=lambda p: p.time)
-    for pipeline in wanted[:PUT_TOGETHER]:
-        asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
-        statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}
-        plan = _put_together(asker, pipeline, asked.rule, statistics)
-        if plan is not None:
-            plans.append((plan, pipeline, asker))
-    plans.sort(key=lambda p: p[0].iteration_time)
-    while more and plans and asked.graph.batch % (number := 2 * plans[0][2].asked.repeats) == 0:  # the same stages with more micro-batches
+    plans: list[_Made] = []
+    todo = list(numbers)
+    while todo and not plans:
+        for number in todo:
+            watch(f"capturing one of {number} micro-batches")
+            asker = _asker(asked, rule, parts, number)
+            if asker is not None and (not askers or len(asker.layers) == len(askers[0].layers)):
+                asker.other = askers[0] if askers else None
+                askers.append(asker)
+        if not askers:
+            return []
+        plans = _chosen(asked, askers, below, watch)
+        # smaller micro-batches take less memory
+        todo = [n for n in (2 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
+    plans.sort(key=lambda m: m.plan.iteration_time)
+    while more and plans and asked.graph.batch % (number := 2 * plans[0].asker.asked.repeats) == 0:  # the same stages with more micro-batches
         watch(f"the best pipeline with {number} micro-batches")
         further = next((a for a in askers if a.asked.repeats == number), None) or _asker(asked, rule, parts, number)
-        if further is None or len(further.layers) != len(plans[0][2].layers):
+        if further is None or len(further.layers) != len(plans[0].asker.layers):
             break
-        plan = _put_together(further, plans[0][1], asked.rule, dict(plans[0][0].statistics))
-        if plan is None or plan.iteration_time >= plans[0][0].iteration_time:
+        made = _put_together(further, plans[0].pipeline, asked.rule, dict(plans[0].plan.statistics))
+        if made is None or made.plan.iteration_time >= plans[0].plan.iteration_time:
             break
-        plans.insert(0, (plan, plans[0][1], further))
+        plans.insert(0, made)
     if plans:
-        watch("planning the stages of the best pipeline once more")
-        polished = _polished(*plans[0], asked)
-        if polished is not None and polished.iteration_time < plans[0][0].iteration_time:
-            plans.insert(0, (polished, *plans[0][1:]))
-    return [plan for plan, _, _ in plans]
+        watch("planning the slowest stages of the best pipeline once more")
+        polished = _polished(plans[0], asked)
+        if polished is not None and polished.iteration_time < plans[0].plan.iteration_time:
+            return [polished, *(m.plan for m in plans)]
+    return [m.plan for m in plans]
+
+
+def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callable[[str], None]) -> list[_Made]:
+    """The best pipelines of the inter-operator program as plans; where what it chose does not fit after all, it is asked again."""
+
+    def told(asks: int, best: float, _: float) -> None:
+        watch(f"{asks} submeshes asked, best pipeline {best * 1e3:.3g} ms")
+
+    plans: list[_Made] = []
+    for _ in range(ROUNDS):
+        found = solve(
+            askers[0].classes, space(asked.cluster), [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, below=below,
+            keep=PUT_TOGETHER + 1, watch=told,
+        )  # fmt: skip
+        plain = [p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision)]
+        candidates = dict.fromkeys([*found.pipelines, *plain])
+        wanted = sorted((p for p in candidates if 1 < len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below), key=lambda p: p.time)
+        for pipeline in wanted[:PUT_TOGETHER]:
+            asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
+            statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}
+            made = _put_together(asker, pipeline, asked.rule, statistics)
+            plans += [made] if made is not None else []
+        if plans or not wanted:
+            break
+    return plans
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A pipeline as a plan. pieces: its stages, each on its own devices."""
+
+    plan: Plan
+    pieces: tuple[Piece, ...]
+    pipeline: Pipeline
+    asker: Asker
 
 
 def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], number: int) -> Asker | None:
@@ -159,55 +186,62 @@ def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], num
     return None
 
 
-def _put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics: dict[str, Any]) -> Plan | None:
-    """The plan of a pipeline, each stage planned for itself; None where one does not fit."""
-    known = [asker.piece(s.start, s.stop, s.shape, s.in_flight) for s in pipeline.stages]
-    pieces = [_placed(asker, s.start, s.stop, p, s.devices) for s, p in zip(pipeline.stages, known, strict=True) if p is not None]
-    if len(pieces) < len(known):
+def _put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics: dict[str, Any]) -> _Made | None:
+    """The plan of a pipeline, each stage planned for itself; None where one does not fit, which the asker is told."""
+    pieces = []
+    for s in pipeline.stages:
+        known = asker.piece(s.start, s.stop, s.shape, s.in_flight, s.answer.plan)
+        if known is None:
+            asker.refuse(s.start, s.stop, s.shape, s.in_flight)
+        else:
+            pieces.append(_placed(asker, s.start, s.stop, known, s.devices))
+    if len(pieces) < len(pipeline.stages):
         return None
-    with suppress(InsufficientMemoryError):
-        return _scheduled(pieces, asker.asked, rule, statistics)
+    try:
+        return _Made(_scheduled(pieces, asker.asked, rule, statistics), tuple(pieces), pipeline, asker)
+    except InsufficientMemoryError:
+        for s in pipeline.stages:
+            asker.refuse(s.start, s.stop, s.shape, s.in_flight)
     return None
 
 
 def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, statistics: dict[str, Any]) -> Plan:
     """The plan with the schedule that is fastest in simulation, of those whose micro-batches fit. Raises InsufficientMemoryError where none does."""
-    plain = assemble(pieces, asked, "1f1b", statistics)
-    seconds = Staged(plain).seconds
-    crossings = crossings_between(plain.boundaries(asked.key), asked.graph.refs)
-    styles = dict.fromkeys(["1f1b", str(hiding(seconds, crossings)), "1f1b-warm:1", "1f1b-warm:2", "gpipe"])
-    plans = [plain if style == "1f1b" else assemble(pieces, asked, style, statistics) for style in styles]
-    fitting = [p for p in plans if all(held <= asked.cluster.type_of(d).memory for d, held in enumerate(p.memory))]
+    plan = joined(pieces, asked, statistics)
+    first = Staged(replace(plan, schedules={asked.key: scheduled(plan, asked.key, "1f1b")}))
+    crossings = crossings_between(plan.boundaries(asked.key), asked.graph.refs)
+    styles = dict.fromkeys(["1f1b", str(hiding(first.seconds, crossings)), "1f1b-warm:1", "1f1b-warm:2", "gpipe"])
+    found = [first.under(scheduled(plan, asked.key, style)) for style in styles]
+    fitting = [s for s in found if all(held <= asked.cluster.type_of(d).memory for d, held in enumerate(s.memory))]
     if not fitting:
         raise InsufficientMemoryError("no schedule of the pipeline fits into memory")
-    return replace(min(fitting, key=lambda p: p.iteration_time), restriction=rule)
+    return replace(predicted(min(fitting, key=lambda s: s.timetable.total)), restriction=rule)
 
 
-def _polished(plan: Plan, pipeline: Pipeline, asker: Asker, asked: Setting) -> Plan | None:
-    """The stages planned once more."""
-    kept = in_flight(plan.schedules[plan.first])
-    alike = [(asker.classes[s.start : s.stop], s.shape, chosen_blocks(plan.part(plan.first, i)) > 0) for i, s in enumerate(pipeline.stages)]
-    known: dict[Any, Piece] = {}
-    pieces = []
-    for i, stage in enumerate(pipeline.stages):
-        if alike[i] not in known:
-            nodes = plan.stages[i].nodes[plan.first]
-            whole = plan.graphs[plan.first] if alike[i][2] else asker.asked.graph
-            cluster = stage.shape.spec(asked.cluster)
-            own = replace(
-                asker.asked,
-                graph=part(whole, *nodes),
-                cluster=cluster,
-                rule=replace(asked.rule, segments="none", max_stages=1, remat="none"),
-                in_flight=max(k for k, key in zip(kept, alike, strict=True) if key == alike[i]),
-            )
-            try:
-                known[alike[i]] = piece_of(plan_spmd(own, Counters())[0], nodes, tuple(range(cluster.num_devices)))
-            except (InsufficientMemoryError, PlanError):
-                return None
-        pieces.append(_placed(asker, stage.start, stage.stop, known[alike[i]], stage.devices))
+def _polished(made: _Made, asked: Setting) -> Plan | None:
+    """The stages that take longest planned once more, with all forms on all views; None where none of them gets faster."""
+    plan, asker = made.plan, made.asker
+    kept, number = in_flight(plan.schedules[plan.first]), asker.asked.repeats
+    seconds = [p.times.micro * number + p.times.iteration for p in made.pieces]
+    rule = replace(asked.rule, segments="none", max_stages=1, remat="none")
+    known: dict[Any, Piece | None] = {}
+    pieces = list(made.pieces)
+    for i, (stage, piece) in enumerate(zip(made.pipeline.stages, made.pieces, strict=True)):
+        if seconds[i] < SLOW_STAGE * max(seconds):
+            continue
+        key = asker.classes[stage.start : stage.stop], stage.shape
+        if key not in known:
+            own = replace(asker.asked, graph=piece.graph, cluster=stage.shape.spec(asked.cluster), rule=rule, in_flight=kept[i])
+            known[key] = None
+            with suppress(InsufficientMemoryError, PlanError):
+                known[key] = piece_of(plan_spmd(own, Counters())[0], piece.nodes, tuple(range(stage.shape.num_devices)))
+        better = known[key]
+        if better is not None and better.times.micro * number + better.times.iteration < seconds[i]:
+            pieces[i] = _placed(asker, stage.start, stage.stop, better, stage.devices)
+    if all(a is b for a, b in zip(pieces, made.pieces, strict=True)):
+        return None
     with suppress(HapError):
-        return _scheduled(pieces, replace(asker.asked, graph=plan.graphs[plan.first]), asked.rule, dict(plan.statistics))
+        return _scheduled(pieces, asker.asked, asked.rule, dict(plan.statistics))
     return None
 
 

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any
 
 from hapx.alternation import Counters, Setting
-from hapx.cost.model import CostModel
 from hapx.errors import PlanError
 from hapx.ir import Graph, Kind
 from hapx.layout import Lengths
@@ -23,7 +22,7 @@ from hapx.lower import Candidate, used_lengths
 from hapx.parts import crossing, part
 from hapx.plan import VERSION, Copy, Mesh, Plan, Program, ProgramKey, Schedule, Stage, Storage
 from hapx.planner import plan_spmd
-from hapx.predict import predictions
+from hapx.predict import Staged
 from hapx.schedules import Style, check, crossings_between, groups_of, make
 from hapx.simulate import StageTimes, stage_times
 from hapx.states import Row, Sharded
@@ -59,7 +58,7 @@ def plan_piece(asked: Setting, nodes: tuple[int, int], devices: Sequence[int], c
 
 def piece_of(candidate: Candidate, nodes: tuple[int, int], devices: tuple[int, ...]) -> Piece:
     """A planned program as a stage."""
-    exact = replaced(candidate.costs.at_lengths(candidate.lengths), repeats=1, in_flight=1)
+    exact = candidate.costs.changed(lengths=candidate.lengths, repeats=1, in_flight=1)
     return Piece(nodes, devices, candidate.theory.graph, candidate, stage_times(candidate.program, candidate.theory.graph, exact))
 
 
@@ -120,14 +119,14 @@ def cuts_like(plan: Plan, graph: Graph) -> list[tuple[int, int]]:
     return list(pairwise([*cuts, len(graph.nodes)]))
 
 
-def replaced(costs: CostModel, repeats: int, in_flight: int) -> CostModel:
-    """The cost model for another number of micro-batches."""
-    theory, lengths = costs.theory, costs.view.lengths
-    return CostModel(theory, costs.cluster, costs.precision, costs.optimizer, costs.mode, lengths=lengths, repeats=repeats, in_flight=in_flight)
-
-
 def assemble(pieces: Sequence[Piece], asked: Setting, style: Style | str, statistics: Mapping[str, Any]) -> Plan:
     """The plan of a pipeline with a schedule of the given style. Devices without a stage are idle."""
+    plan = joined(pieces, asked, statistics)
+    return predicted(Staged(replace(plan, schedules={asked.key: scheduled(plan, asked.key, style)})))
+
+
+def joined(pieces: Sequence[Piece], asked: Setting, statistics: Mapping[str, Any]) -> Plan:
+    """The stages of a pipeline, which nobody has scheduled yet."""
     key, graph = asked.key, _with_blocks_of(pieces, asked.graph)
     stages = []
     for piece in pieces:
@@ -137,13 +136,16 @@ def assemble(pieces: Sequence[Piece], asked: Setting, style: Style | str, statis
         chosen: dict[Row, tuple[float, ...]] = {row: s for row, s in best.shares.items() if row in rows or row.kind == "compute"}
         stages.append(Stage(piece.devices, {key: piece.nodes}, piece.mesh, chosen, {key: lengths}, {key: piece.program}))
     none = (0,) * asked.cluster.num_devices
-    plan = Plan(
+    return Plan(
         VERSION, {key: graph}, asked.cluster, asked.rule, _storage(graph, pieces), tuple(stages), {}, 0.0, none, none,
         asked.precision, asked.optimizer, statistics,
     )  # fmt: skip
-    plan = replace(plan, schedules={key: scheduled(plan, key, style)})
-    seconds, held, shares = predictions(plan)
-    return replace(plan, iteration_time=seconds, memory=held, shares=shares)
+
+
+def predicted(staged: Staged) -> Plan:
+    """The plan with what it is predicted to do."""
+    seconds, held, shares = staged.predictions
+    return replace(staged.plan, iteration_time=seconds, memory=held, shares=shares)
 
 
 def _with_blocks_of(pieces: Sequence[Piece], graph: Graph) -> Graph:

@@ -7,16 +7,16 @@ gets them here, and verification compares them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hapx.cost.crossing import crossing_seconds
+from hapx.cost.crossing import crossing_links, crossing_seconds
 from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
 from hapx.ir import DTYPE_BYTES, Kind
 from hapx.lower import Candidate, memory, work_shares
 from hapx.pieces import Layout
-from hapx.plan import Plan, ProgramKey
+from hapx.plan import Plan, ProgramKey, Schedule
 from hapx.reshard import ReshardPlan, reshard_plan
 from hapx.schedules import Seconds, Timetable, in_flight, received_ahead, timetable
 from hapx.simulate import StageTimes, simulate_program, stage_times
@@ -36,7 +36,7 @@ class Staged:
         """Of stages and crossings."""
         times = self.times
         update = tuple(t.iteration for t in times)
-        links = {pair: self._link(*pair) for pair in self.crossing}
+        links = {pair: crossing_links(plans, self.plan.cluster) for pair, plans in self.transfers.items()}
         return Seconds(tuple(t.forward for t in times), tuple(t.backward for t in times), update, self.crossing, links)
 
     @cached_property
@@ -63,10 +63,7 @@ class Staged:
     def exact(self, stage: int, repeats: int = 1, kept: int = 1) -> CostModel:
         """The cost model of a stage at its lengths. repeats, kept: micro-batches in an iteration, and of them in memory."""
         best = self.candidates[stage]
-        own = best.costs
-        return CostModel(
-            best.theory, own.cluster, own.precision, own.optimizer, own.mode, lengths=best.lengths, repeats=repeats, in_flight=kept
-        )  # fmt: skip
+        return best.costs.changed(lengths=best.lengths, repeats=repeats, in_flight=kept)
 
     @cached_property
     def crossing(self) -> Mapping[tuple[int, int], float]:
@@ -92,11 +89,6 @@ class Staged:
         own = self.plan.stages[stage]
         return Layout(own.mesh, p.placement, own.lengths[self.plan.first])
 
-    def _link(self, a: int, b: int) -> tuple[object, ...]:
-        """What tensors from stage a to stage b travel on: between the same machines they share the cards."""
-        machines = [frozenset(self.plan.cluster.devices[d].machine for d in self.plan.stages[s].devices) for s in (a, b)]
-        return (*map(tuple, map(sorted, machines)),)
-
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Peak bytes per device; one that has several stages keeps what all of them keep."""
@@ -108,15 +100,36 @@ class Staged:
 
     def stage_memory(self, stage: int) -> dict[int, int]:
         """Peak bytes of a stage by device: with all micro-batches in flight, and buffers for those that are received ahead."""
-        best, schedule = self.candidates[stage], self.plan.schedules[self.plan.first]
-        exact = self.exact(stage, len(schedule.micro_batches), in_flight(schedule)[stage])
+        schedule = self.plan.schedules[self.plan.first]
+        key = stage, len(schedule.micro_batches), in_flight(schedule)[stage], received_ahead(schedule)[stage]
+        if key not in self._held:
+            self._held[key] = self._stage_memory(*key)
+        return self._held[key]
+
+    def _stage_memory(self, stage: int, repeats: int, kept: int, ahead: int) -> dict[int, int]:
+        best, exact = self.candidates[stage], self.exact(stage, repeats, kept)
         found = dict(zip(sorted(best.mesh.devices), memory(best, exact), strict=True))
         received = LocalSizes(best.program, best.theory.graph, exact, best.storage_of).received()
-        ahead = received_ahead(schedule)[stage]
         for devices, size in zip(exact.view.devices, received, strict=True):
             for device in devices:
                 found[device] += round(ahead * float(size))
         return found
+
+    @cached_property
+    def _held(self) -> dict[tuple[int, int, int, int], dict[int, int]]:
+        return {}
+
+    def under(self, schedule: Schedule) -> Staged:
+        """The same programs under another schedule: what does not depend on it is not found again."""
+        twin = Staged(replace(self.plan, schedules={**self.plan.schedules, self.plan.first: schedule}))
+        for name in ("candidates", "times", "transfers", "crossing", "seconds", "work", "shares", "_held"):
+            twin.__dict__[name] = getattr(self, name)
+        return twin
+
+    @property
+    def predictions(self) -> tuple[float, tuple[int, ...], tuple[float, ...]]:
+        """Seconds of an iteration, bytes and parts of the work per device."""
+        return self.timetable.total, self.memory, self.shares
 
     @cached_property
     def work(self) -> tuple[float, ...]:
@@ -147,8 +160,7 @@ def predictions(plan: Plan, theory: Theory | None = None) -> tuple[float, tuple[
     """(iteration time, memory, shares) by the cost model and the simulator. theory: of a plan without schedules, where it is known. Raises HapError
     for an unknown optimizer."""
     if plan.schedules:
-        staged = Staged(plan)
-        return staged.timetable.total, staged.memory, staged.shares
+        return Staged(plan).predictions
     stage, key = plan.stages[0], plan.first
     graph, program, lengths = plan.graphs[key], stage.programs[key], stage.lengths[key]
     known = theory or derive(graph, stage.mesh)

@@ -27,6 +27,7 @@ from hapx.cost.terms import Piece, Term
 from hapx.ir import Graph, Kind, OpCall
 from hapx.layout import Lengths
 from hapx.plan import Instruction, Plan, Program
+from hapx.states import Property
 from hapx.theory.triple import Theory
 from hapx.timeline import Event, Stream, Timeline
 
@@ -85,6 +86,34 @@ def stage_times(program: Program, graph: Graph, exact: CostModel) -> StageTimes:
     forward = clock.marks[0]
     backward = clock.marks[-1]  # evaluation ends with forward
     return StageTimes(forward, backward - forward, max(clock.now) - backward)
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimes:
+    """Seconds of some instructions on their slowest device: of one micro-batch forward and backward, and what the update takes."""
+
+    micro_forward: float
+    micro_backward: float
+    update: float
+
+
+def run_times(instructions: Sequence[Instruction], parameters: Sequence[Property], graph: Graph, exact: CostModel) -> RunTimes:
+    """By a cost model at concrete lengths. parameters: whose update is counted, as they are stored."""
+    clock = _Clock(len(exact.kinds), False)
+    steps = [step_cost(i, graph, exact) for i in instructions]
+    for step in steps:
+        clock.communicate("", [c for c in step.communication if c.direction == "forward"])
+        clock.compute("", step.forward)
+    clock.mark()
+    for step in reversed(steps):
+        clock.compute("", step.backward)
+        clock.communicate("", [c for c in reversed(step.communication) if c.direction == "backward"])
+    clock.mark()
+    forward, backward = clock.marks[0], clock.marks[1] - clock.marks[0]
+    if exact.mode == "train":
+        for p in parameters:
+            clock.compute("", exact.update(graph.refs[p.tensor], p.placement))
+    return RunTimes(forward, backward, max(clock.now) - clock.marks[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,28 +17,32 @@ from functools import cached_property
 import numpy as np
 
 from hapx.alternation import Counters, Setting
-from hapx.cluster.spec import ClusterSpec, Link
+from hapx.carried import carried
+from hapx.cluster.spec import Link
 from hapx.cost.liveness import peak
 from hapx.cost.memory import RESERVE, states_of
-from hapx.cost.model import OWN_SPEED
+from hapx.cost.model import OWN_SPEED, CostModel, StepCost
 from hapx.cost.remat import with_blocks
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError, PlanError
-from hapx.ir import FLOATING, Kind
+from hapx.ir import FLOATING, Graph, Kind
 from hapx.lower import Candidate
 from hapx.parts import crossing, part
-from hapx.pipelines import Piece, piece_of, replaced
-from hapx.plan import Mesh, Program
+from hapx.pipelines import Piece, piece_of
+from hapx.plan import Mesh
 from hapx.planner import plan_spmd, views
-from hapx.simulate import StageTimes, stage_times, step_cost
+from hapx.simulate import run_times, step_cost
 from hapx.stages.clustering import node_flops
 from hapx.stages.costs import UNLIMITED, Answer, Prices, most_in_flight
 from hapx.stages.submeshes import Shape
+from hapx.theory.derive import derive
+from hapx.theory.triple import Theory
 
 PART = 1e-4  # of the seconds that the synchronisation of gradients would take, in bounds
 FEW = 8  # micro-batches for which an answer should have room, if there are as many
 ROUGH = 0.03  # how far from the optimum programs of the whole model may be
 ROOM = 1000  # times the memory that there is
+PLAIN, SHARDED, RECOMPUTED = range(3)  # levels of thrift: as is fastest; parameters in shards; and blocks computed again in backward
 STORED = (Kind.PARAMETER, Kind.BUFFER)
 
 
@@ -51,11 +55,14 @@ class Asker:
     counters: Counters = field(default_factory=Counters)
     calls: int = 0
     known: dict[Hashable, tuple[Answer, ...]] = field(default_factory=dict)
-    wholes: dict[tuple[Shape, bool], WholeModel | None] = field(default_factory=dict)
-    pieces: dict[Hashable, Piece | None] = field(default_factory=dict)
+    other: Asker | None = None  # for another number of micro-batches
+    wholes: dict[tuple[Shape, int], WholeModel | None] = field(default_factory=dict)
+    library: dict[Hashable, Candidate] = field(default_factory=dict)  # by group of shapes
+    theories: dict[int, Theory] = field(default_factory=dict)
+    pieces: dict[Hashable, Piece | None] = field(default_factory=dict)  # by number of axes
 
     def prices(self) -> Prices:
-        return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing)
+        return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing, together=True)
 
     # ---- classes of layers --------------------------------------------------------------------------------------------
 
@@ -145,96 +152,165 @@ class Asker:
 
     def _asked(self, start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
         """By programs of the whole model on the shape: what they do for these layers is a program for these layers."""
-        low = self.bound(start, stop, shape)
-        nodes, wanted = (self.layers[start][0], self.layers[stop - 1][1]), min(self.asked.repeats, FEW)
+        low, wanted = self.bound(start, stop, shape), min(self.asked.repeats, FEW)
         found: list[Answer] = []
-        for lean in (False, True):
+        for level in _levels(shape):
             if found and found[-1].most_in_flight >= wanted:
                 break
-            whole = self._whole(shape, lean)
-            if whole is None:
+            whole = self._whole(shape, level)
+            if whole is not None:
+                found.append(replace(whole.answer(start, stop, low), plan=level))
+        return tuple(a for k, a in enumerate(found) if a.most_in_flight > max((b.most_in_flight for b in found[:k]), default=0))
+
+    def refuse(self, start: int, stop: int, shape: Shape, in_flight: int) -> None:
+        """So many micro-batches do not fit after all."""
+        key = self.classes[start:stop], shape
+        fewer = [replace(a, most_in_flight=min(a.most_in_flight, in_flight - 1)) for a in self.known[key]]
+        self.known[key] = tuple(a for a in fewer if a.most_in_flight > 0)
+
+    def _whole(self, shape: Shape, level: int) -> WholeModel | None:
+        """A program of the whole model on a shape, made as if memory were no matter, at a level of thrift."""
+        if (shape, level) not in self.wholes:
+            best = self._carried(shape, level) or self._searched(shape, level)
+            self.wholes[shape, level] = WholeModel(best, self.layers) if best is not None else None
+        return self.wholes[shape, level]
+
+    def _setting(self, shape: Shape, level: int, graph: Graph | None = None) -> Setting:
+        """For the planner, of the whole graph or a part of it."""
+        cluster, rule = shape.spec(self.asked.cluster), self.asked.rule
+        rule = replace(rule, storage="sharded") if level >= SHARDED and cluster.num_devices > 1 else rule
+        own = self.asked.graph if graph is None else graph
+        if level >= RECOMPUTED:
+            own = self.lean if graph is None else with_blocks(graph)
+        return replace(self.asked, graph=own, rule=rule, cluster=cluster, in_flight=1, start={}, within=ROUGH)
+
+    @cached_property
+    def lean(self) -> Graph:
+        """The graph with blocks that are computed again in backward."""
+        return with_blocks(self.asked.graph)
+
+    def _carried(self, shape: Shape, level: int) -> Candidate | None:
+        """A program that was searched on a shape like this one, or for another number of micro-batches."""
+        for asker in (self, self.other):
+            known = asker.library.get(_group(shape, level)) if asker is not None else None
+            if known is None:
                 continue
-            seconds = whole.times(*nodes)
-            fits = whole.most_in_flight(*nodes, self.asked.cluster)
-            found.append(Answer(max(seconds.micro, low.micro), max(seconds.iteration, low.iteration), fits))
-        return tuple(a for k, a in enumerate(found) if a.most_in_flight > 0 and (k == 0 or a.most_in_flight > found[0].most_in_flight))
+            setting = self._setting(shape, level)
+            mesh = view_of(setting)
+            if known.theory.graph is setting.graph:
+                return carried(known, replace(known.theory, mesh=mesh), setting.cluster)
+            key = len(mesh.axes)
+            if key not in self.theories:
+                self.theories[key] = derive(self.asked.graph, mesh)
+            theory = replace(self.theories[key], graph=setting.graph, mesh=mesh)
+            costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
+            found = carried(known, theory, setting.cluster, costs)
+            if found is not None:
+                self.library[_group(shape, level)] = found
+                return found
+        return None
 
-    def _whole(self, shape: Shape, lean: bool) -> WholeModel | None:
-        """The model planned on a shape as if memory were no matter; lean: its parameters in shards, its blocks recomputed."""
-        if (shape, lean) not in self.wholes:
-            self.calls += 1
-            cluster = shape.spec(self.asked.cluster)
-            types = {name: replace(kind, memory=kind.memory * ROOM) for name, kind in cluster.device_types.items()}
-            graph = with_blocks(self.asked.graph) if lean else self.asked.graph
-            rule = replace(self.asked.rule, storage="sharded") if lean and cluster.num_devices > 1 else self.asked.rule
-            setting = replace(self.asked, graph=graph, rule=rule, cluster=replace(cluster, device_types=types), in_flight=1, start={}, within=ROUGH)
-            self.wholes[shape, lean] = None
-            with suppress(InsufficientMemoryError, PlanError):
-                self.wholes[shape, lean] = WholeModel(plan_spmd(setting, self.counters, [view_of(setting)])[0])
-        return self.wholes[shape, lean]
-
-    def piece(self, start: int, stop: int, shape: Shape, in_flight: int) -> Piece | None:
-        """Layers planned on a shape for so many micro-batches in flight: the fastest program that has room for them."""
-        key = self.classes[start:stop], shape, in_flight
-        if key not in self.pieces:
-            fitting = [p for p in self._pieces(start, stop, shape, in_flight) if self._fits(p) >= in_flight]
-            self.pieces[key] = min(fitting, key=lambda p: p.times.micro + p.times.iteration / self.asked.repeats, default=None)
-        return self.pieces[key]
-
-    def _pieces(self, start: int, stop: int, shape: Shape, wanted: int) -> list[Piece]:
-        nodes = (self.layers[start][0], self.layers[stop - 1][1])
-        graph = part(self.asked.graph, *nodes)
-        cluster = shape.spec(self.asked.cluster)
-        setting = replace(self.asked, graph=graph, cluster=cluster, in_flight=1, start={})
-        mesh = view_of(setting)
-        found: list[Piece] = []
-        for blocks, kept in ((False, 1), (False, wanted), (True, wanted)):
-            if found and self._fits(found[-1]) >= wanted:
-                break
-            own = with_blocks(graph) if blocks else graph
-            if (blocks and own is graph) or (kept > 1 and not found and not blocks):
-                continue
-            with suppress(InsufficientMemoryError, PlanError):
-                best = plan_spmd(replace(setting, graph=own, in_flight=kept), self.counters, [mesh])[0]
-                found.append(piece_of(best, nodes, tuple(range(cluster.num_devices))))
+    def _searched(self, shape: Shape, level: int) -> Candidate | None:
+        self.calls += 1
+        found = self._roomy(self._setting(shape, level))
+        if found is not None:
+            self.library[_group(shape, level)] = found
         return found
+
+    def _roomy(self, setting: Setting) -> Candidate | None:
+        """The planner's program if memory were no matter, in its place."""
+        types = {name: replace(kind, memory=kind.memory * ROOM) for name, kind in setting.cluster.device_types.items()}
+        roomy = replace(setting, cluster=replace(setting.cluster, device_types=types))
+        with suppress(InsufficientMemoryError, PlanError):
+            found = plan_spmd(roomy, self.counters, [view_of(roomy)])[0]
+            return replace(found, costs=found.costs.changed(cluster=setting.cluster))
+        return None
+
+    def piece(self, start: int, stop: int, shape: Shape, in_flight: int, level: int = PLAIN) -> Piece | None:
+        """Layers planned on a shape for so many micro-batches in flight: a program that has room for them, at this level of thrift or the next."""
+        nodes = (self.layers[start][0], self.layers[stop - 1][1])
+        for thrift in _levels(shape):
+            if thrift < level:
+                continue
+            key = self.classes[start:stop], shape, thrift
+            if key not in self.pieces:
+                best = self._roomy(self._setting(shape, thrift, part(self.asked.graph, *nodes)))
+                self.pieces[key] = piece_of(best, nodes, tuple(range(shape.num_devices))) if best is not None else None
+            found = self.pieces[key]
+            if found is not None and self._fits(found) >= in_flight:
+                return found
+        return None
 
     def _fits(self, piece: Piece) -> int:
         """Micro-batches for which a program has room."""
         best = piece.candidate
-        exact = replaced(best.costs.at_lengths(best.lengths), repeats=1, in_flight=1)
+        exact = best.costs.changed(lengths=best.lengths, repeats=1, in_flight=1)
         found = peak(best.program, best.theory.graph, exact, best.storage_of)
         earlier = found.left if self.asked.repeats > 1 else 0.0 * found.left
         return most_in_flight(tuple(exact.capacity), tuple(found.total + earlier - found.kept), tuple(found.kept), (0.0,) * len(exact.kinds))
 
 
 class WholeModel:
-    """A program of the whole model on a shape, read layer by layer."""
+    """A program of the whole model on a shape, read layer by layer. Per layer: seconds of a micro-batch, of the synchronisation of its gradients and
+    of its update, and bytes that are always there and that a micro-batch keeps, per kind of devices."""
 
-    def __init__(self, best: Candidate):
+    def __init__(self, best: Candidate, layers: Sequence[tuple[int, int]]):
         self.best, self.graph = best, best.theory.graph
-        self.exact = replaced(best.costs.at_lengths(best.lengths), repeats=1, in_flight=1)
-        self.after = {-1: 0} | {i.triple.node: k + 1 for k, i in enumerate(best.program.instructions) if i.triple.node is not None}
-
-    def _part(self, start: int, stop: int) -> Program:
-        """The instructions of nodes [start, stop), with the conversions before each, and the parameters that they use."""
-        instructions = self.best.program.instructions[self.after[start - 1] : self.after[stop - 1]]
-        used = {p.tensor for i in instructions for p in i.triple.pre}
-        return replace(self.best.program, instructions=instructions, needs=tuple(p for p in self.best.program.needs if p.tensor in used))
-
-    def times(self, start: int, stop: int) -> StageTimes:
-        return stage_times(self._part(start, stop), self.graph, self.exact)
-
-    def most_in_flight(self, start: int, stop: int, cluster: ClusterSpec) -> int:
-        """By sums: what is stored, and what backward waits for."""
-        part = self._part(start, stop)
+        self.exact = best.costs.changed(lengths=best.lengths, repeats=1, in_flight=1)
+        after = {-1: 0} | {i.triple.node: k + 1 for k, i in enumerate(best.program.instructions) if i.triple.node is not None}
+        runs = [best.program.instructions[after[a - 1] : after[b - 1]] for a, b in layers]
+        refs = self.graph.refs
+        used = [{p.tensor for i in run for p in i.triple.pre} for run in runs]
+        needed = [[p for p in best.program.needs if p.tensor in names and refs[p.tensor].kind in STORED] for names in used]
+        self.times = [
+            run_times(run, [p for p in ps if refs[p.tensor].kind is Kind.PARAMETER], self.graph, self.exact)
+            for run, ps in zip(runs, needed, strict=True)
+        ]
+        # a parameter that several layers use is synchronised where the program converts it: for each of them, where they are apart
+        homes = {p.tensor: [k for k, ps in enumerate(needed) if p in ps] for p in best.program.needs}
+        own: list[list[tuple[str, float]]] = [
+            [(i.triple.post[0].tensor, _synchronised(step_cost(i, self.graph, self.exact))) for i in run] for run in runs
+        ]
+        self.synchronise = [sum(s for name, s in run if len(homes.get(name, ())) < 2) for run in own]
+        self.shared = [(s, homes[name]) for run in own for name, s in run if s and len(homes.get(name, ())) > 1]
         zero = np.zeros(len(self.exact.kinds))
-        kept = [step_cost(i, self.graph, self.exact).memory for i in part.instructions]
-        stored = [self.exact.storage(self.graph.refs[p.tensor], p.placement) for p in part.needs if self.graph.refs[p.tensor].kind in STORED]
-        each, static = (sum((t.at({}) for t in terms if t is not None), zero) for terms in (kept, stored))
-        own = self.exact.cluster
-        memory = self.exact.view.worst(lambda d: cluster.device_types[own.devices[d].type].memory * (1.0 - RESERVE), min)
-        return most_in_flight(memory, tuple(static), tuple(each), (0.0,) * len(memory))
+        kept = [[step_cost(i, self.graph, self.exact).memory for i in run] for run in runs]
+        stored = [[self.exact.storage(refs[p.tensor], p.placement) for p in ps] for ps in needed]
+        self.kept, self.static = (
+            np.cumsum([zero, *(sum((t.at({}) for t in terms if t is not None), zero) for terms in found)], axis=0) for found in (kept, stored)
+        )
+        types = self.exact.cluster.device_types
+        self.memory = self.exact.view.worst(lambda d: types[self.exact.cluster.devices[d].type].memory * (1.0 - RESERVE), min)
+
+    def answer(self, start: int, stop: int, low: Answer) -> Answer:
+        """For layers [start, stop). Gradients are synchronised behind backward as far as there is any; memory is counted by sums: what is stored, and
+        what backward waits for. low: what no answer is below."""
+        now = wire = 0.0
+        for layer in reversed(range(start, stop)):
+            now += self.times[layer].micro_backward
+            late = sum(seconds for seconds, users in self.shared if layer == min((u for u in users if start <= u < stop), default=-1))
+            wire = max(wire, now) + self.synchronise[layer] + late
+        micro = now + sum(t.micro_forward for t in self.times[start:stop])
+        iteration = max(wire - now, 0.0) + sum(t.update for t in self.times[start:stop])
+        static, each = (tuple(a[stop] - a[start]) for a in (self.static, self.kept))
+        fits = most_in_flight(self.memory, static, each, (0.0,) * len(self.memory))
+        return Answer(max(micro, low.micro), max(iteration, low.iteration), min(fits, low.most_in_flight))
+
+
+def _synchronised(step: StepCost) -> float:
+    """Seconds of the synchronisation of gradients after a step's backward."""
+    return sum(float(c.term.at({}).max()) for c in step.communication if c.direction == "synchronise")
+
+
+def _levels(shape: Shape) -> tuple[int, ...]:
+    """Levels of thrift that differ."""
+    return (PLAIN, SHARDED, RECOMPUTED) if shape.num_devices > 1 else (PLAIN, RECOMPUTED)
+
+
+def _group(shape: Shape, level: int) -> Hashable:
+    """Shapes that share a program: machines of the same types, however many of them; slices of a machine only of the same size."""
+    machines = frozenset(p.types for p in shape.parts)
+    return (len(shape.parts) > 1, machines, len(machines) > 1 and len({len(p.types) for p in shape.parts}) > 1, level)
 
 
 def view_of(setting: Setting) -> Mesh:

@@ -33,6 +33,16 @@ def crossing_seconds(plans: Iterable[tuple[ReshardPlan, int]], cluster: ClusterS
     return max([0.0, *inside.values(), *cards.values()]) + latency + gathers
 
 
+def crossing_links(plans: Iterable[tuple[ReshardPlan, int]], cluster: ClusterSpec) -> tuple[tuple[str, int], ...]:
+    """What these messages occupy, each in one direction: network cards by machine, and the links of devices inside machines."""
+    found: dict[tuple[str, int], None] = {}
+    for source, target in (pair for plan, itemsize in plans for pair in bytes_between(plan, itemsize)):
+        a, b = (cluster.devices[d].machine for d in (source, target))
+        ends = (("device out", source), ("device in", target)) if a == b else (("card out", a), ("card in", b))
+        found |= dict.fromkeys(ends)
+    return tuple(found)
+
+
 def _add(total: dict[tuple[str, int], float], more: Mapping[tuple[str, int], float]) -> None:
     for key, value in more.items():
         total[key] = total.get(key, 0.0) + value

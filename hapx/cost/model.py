@@ -122,8 +122,18 @@ class CostModel:
 
     def at_lengths(self, lengths: Lengths) -> CostModel:
         """The same model at concrete lengths: only coordinates that also have equal lengths are one kind."""
+        return self.changed(lengths=lengths)
+
+    def changed(
+        self, *, theory: Theory | None = None, cluster: ClusterSpec | None = None, lengths: Lengths | None = None,
+        repeats: int | None = None, in_flight: int | None = None,
+    ) -> CostModel:  # fmt: skip
+        """The same model with some things changed. theory: of the same triples, perhaps on a mesh of other sizes, which is one of the cluster's."""
         twin = copy(self)
-        twin._see(View(self.theory.mesh, self.cluster, lengths))
+        twin.theory, twin.cluster = theory or self.theory, cluster or self.cluster
+        assert twin.theory.graph is self.graph, "costs of another graph"
+        twin.repeats, twin.in_flight = repeats or self.repeats, in_flight or self.in_flight
+        twin._see(View(twin.theory.mesh, twin.cluster, self.view.lengths if lengths is None else lengths))
         return twin
 
     def lengths_to_shares(self, lengths: Mapping[Cut, tuple[int, ...]]) -> dict[Cut, Vector]:

@@ -4,9 +4,9 @@ In: a schedule and `Seconds`: of a stage's forward and backward of one micro-bat
 and which crossings share a link. Out: a `Timetable`: spans per group, the total, the share of the time in which a group has nothing to do.
 
 The model, which is that of `hapx.schedules.make`: a group runs forwards and backwards one after another, in the order of its list; a run begins when
-the run before it has ended and all it receives is there. A transfer begins when both ends have started it and the link is free; links serve
-transfers in the order in which they could begin, one at a time, beside the runs of both ends. Synchronisation and update of a stage begin
-when the stages tied to it are ready too; they run beside forwards and backwards of the group's other stages, one after another.
+the run before it has ended and all it receives is there. A transfer begins when both ends have started it and all links that it travels on are free;
+a link serves transfers in the order in which they could begin, one at a time, beside the runs of both ends. Synchronisation and update of
+a stage begin when the stages tied to it are ready too; they run beside forwards and backwards of the group's other stages, one after another.
 
 Closed forms that follow (S equal stages, n micro-batches, crossings for nothing): GPipe and 1F1B (n + S - 1)(f + b); interleaved, v stages of
 (f + b) / v on each of G groups, n a multiple of G: (n + (G - 1) / v)(f + b) (Narayanan et al., SC 2021, section 2.2).
@@ -33,13 +33,14 @@ Lane = Literal["compute", "send", "receive", "synchronise"]
 class Seconds:
     """forward, backward: of one micro-batch on each stage. update: synchronisation and update of each stage, once (empty: nothing). crossing: of one
     micro-batch's tensors from stage to stage in the direction in which they flow: (i, j) activations, (j, i) cotangents; 0 where nothing is said.
-    links: by the same pairs, what they travel on; those without an entry have a link per pair of groups and direction."""
+    links: by the same pairs, all that they travel on (network cards, in one direction); those without an entry have a link per pair of groups and
+    direction."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     update: tuple[float, ...] = ()
     crossing: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    links: Mapping[tuple[int, int], Hashable] = field(default_factory=dict)
+    links: Mapping[tuple[int, int], tuple[Hashable, ...]] = field(default_factory=dict)
 
     def run(self, action: Action) -> float:
         return (self.forward if action.kind == "forward" else self.backward)[action.stage]
@@ -102,7 +103,7 @@ class _Clock:
         self.place, self.running = [0] * size, [False] * size
         self.started: set[Action] = set()  # receives that one end has started
         self.arrived: set[Action] = set()
-        self.queues: dict[Hashable, deque[Action]] = {}  # by link; the first one is on its way
+        self.queues: dict[Hashable, deque[Action]] = {}  # by link; what is first on all its links is on its way
         self.ready: set[int] = set()  # stages at their synchronisation
         self.synchronised = [0.0] * size
         self.now = self.total = 0.0
@@ -146,29 +147,30 @@ class _Clock:
         if receive not in self.started:
             self.started.add(receive)
             return
-        link = self.link(receive)
-        queue = self.queues.setdefault(link, deque())
-        queue.append(receive)
-        if len(queue) == 1:
-            self.transfer(link)
+        for link in self.links(receive):
+            self.queues.setdefault(link, deque()).append(receive)
+        self.transfer(receive)
 
-    def link(self, receive: Action) -> Hashable:
+    def links(self, receive: Action) -> tuple[Hashable, ...]:
         pair = receive.peer, receive.stage
-        return self.seconds.links.get(pair, ("between groups", self.group_of[receive.peer], self.group_of[receive.stage]))
+        return self.seconds.links.get(pair, (("between groups", self.group_of[receive.peer], self.group_of[receive.stage]),))
 
-    def transfer(self, link: Hashable) -> None:
-        receive = self.queues[link][0]
+    def transfer(self, receive: Action) -> None:
+        """Begins if it is the first on all its links."""
+        if any(self.queues[link][0] is not receive for link in self.links(receive)):
+            return
         duration = self.seconds.crossing.get((receive.peer, receive.stage), 0.0)
         self.span(self.group_of[receive.peer], "send", send_of(receive), duration)
         self.span(self.group_of[receive.stage], "receive", receive, duration)
-        self.after(duration, lambda: self.delivered(link))
+        self.after(duration, lambda: self.delivered(receive))
 
-    def delivered(self, link: Hashable) -> None:
-        queue = self.queues[link]
-        receive = queue.popleft()
+    def delivered(self, receive: Action) -> None:
         self.arrived.add(receive)
-        if queue:
-            self.transfer(link)
+        links = self.links(receive)
+        for link in links:
+            self.queues[link].popleft()
+        for following in dict.fromkeys(queue[0] for link in links if (queue := self.queues[link])):
+            self.transfer(following)
         self.advance(self.group_of[receive.stage])
 
     def synchronise(self, action: Action) -> None:

@@ -2,13 +2,14 @@
 
 In: seconds of the stages and of what crosses. Out: a style. A group of one stage keeps a micro-batch from its forward to the end of its backward;
 in between the micro-batch passes all later stages and every link twice. By Little's law k_i = ceil(R_i / T) micro-batches keep the slowest part
-busy, with R_i that round trip and T the seconds between two micro-batches: of the slowest stage, or of the slowest link (a link per crossing
-and direction). For equal stages and crossings for nothing k_i = S - i, which is 1F1B. With fewer than about two
-micro-batches per stage the steady state is never reached, and plain 1F1B may be a little faster: `timetable` says.
+busy, with R_i that round trip and T the seconds between two micro-batches: of the slowest stage, or of the busiest link (one per crossing
+and direction, unless `Seconds.links` says what they share). For equal stages and crossings for nothing k_i = S - i, which is 1F1B. With fewer
+than about two micro-batches per stage the steady state is never reached, and plain 1F1B may be a little faster: `timetable` says.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from math import ceil
 
@@ -21,7 +22,11 @@ def hiding(seconds: Seconds, crossings: Iterable[Crossing]) -> Style:
     size = len(seconds.forward)
     both = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
     wire = {(c.source, c.target): (_wire(seconds, c.source, c.target), _wire(seconds, c.target, c.source) if c.gradient else 0.0) for c in crossings}
-    period = max([*both, *(s for pair in wire.values() for s in pair)])
+    busy: Counter[object] = Counter()
+    for (source, target), (there, back) in wire.items():
+        for pair, taken in (((source, target), there), ((target, source), back)):
+            busy.update(dict.fromkeys(seconds.links.get(pair, (pair,)), taken))
+    period = max([*both, *busy.values()])
     trips = [0.0] * size
     for i in reversed(range(size)):
         trips[i] = both[i] + max((sum(s) + trips[j] for (source, j), s in wire.items() if source == i), default=0.0)

@@ -31,7 +31,8 @@ class Book:
         for stop in range(1, len(layers) + 1):
             for start in range(stop):
                 runs.setdefault(tuple(layers[start:stop]), []).append((start, stop))
-        self.alike = {run: runs for runs in runs.values() for run in runs}
+        self.runs = tuple(runs.values())
+        self.alike = {run: runs for runs in self.runs for run in runs}
         size = (len(space.shapes), self.num_layers, self.num_layers + 1)
         self.micro, self.iteration = np.full((*size, 1), np.inf), np.full((*size, 1), np.inf)
         self.fits: Ints = np.zeros((*size, 1), dtype=np.int64)
@@ -40,18 +41,24 @@ class Book:
         self.version = 0
         self.others: tuple[Book, ...] = ()
         self.ratio: Floats = np.full((len(space.shapes), 2), np.nan)
-        self.num_pairs = len(space.shapes) * len(runs)
+        self.num_pairs = len(space.shapes) * len(self.runs)
         for shape, known in enumerate(space.shapes):
-            for equal in runs.values():
+            for equal in self.runs:
                 self._write(shape, equal, (prices.bound(*equal[0], known),))
 
     def ask(self, shape: int, start: int, stop: int) -> bool:
         """Asks the planner, unless it was asked. Returns whether it had to be."""
         if self.real[shape, start, stop]:
             return False
-        equal = self.alike[start, stop]
-        bound = self.micro[shape, start, stop, 0], self.iteration[shape, start, stop, 0]
-        fits = self.fits[shape, start, stop, 0]
+        for equal in self.runs if self.prices.together else (self.alike[start, stop],):
+            self._ask(shape, equal)
+        self.version += 1
+        return True
+
+    def _ask(self, shape: int, equal: Sequence[tuple[int, int]]) -> None:
+        """For equal runs of layers."""
+        at = (shape, *equal[0], 0)
+        bound, fits = (self.micro[at], self.iteration[at]), self.fits[at]
         answers = self.prices.ask(*equal[0], self.space.shapes[shape])
         for a in answers:
             good = a.micro >= bound[0] * (1 - NOISE) and a.iteration >= bound[1] * (1 - NOISE) and a.most_in_flight <= fits
@@ -64,8 +71,6 @@ class Book:
             seen = min(a.micro for a in answers), min(a.iteration for a in answers)
             ratio = [s / b if b > 0 else 1.0 for s, b in zip(seen, bound, strict=True)]
             self.ratio[shape] = np.fmin(self.ratio[shape], ratio)
-        self.version += 1
-        return True
 
     def arrays(self, estimates: bool) -> tuple[Floats, Floats]:
         """Seconds per micro-batch and per iteration; with estimates in place of the bounds if wanted."""

@@ -4,8 +4,9 @@ With n micro-batches, stages 1..S from the front, t_i seconds per micro-batch (f
 (activations and their cotangents, charged to stage i; x_S = 0), u_i seconds per iteration (synchronisation of gradients, update):
 
     time = sum_i (t_i + x_i) + (n - 1) max_i period_i + max_i u_i
-    period_i = t_i + x_i, or max(t_i, x_i / 2) in a discipline that hides what crosses behind other micro-batches: then activations of one micro-batch
-               travel while cotangents of another come back, each half of x_i
+    period_i = t_i + x_i, or max(t_i, (x_(i-1) + x_i) / 2) in a discipline that hides what crosses behind other micro-batches: then activations of one
+               micro-batch travel while cotangents of another come back, each half of x_i, and a stage sends activations to the next one and
+               cotangents to the one before over the same card
 
 and stage i, the s-th from the end, keeps what n or min(n, s + w) micro-batches need for backward at once, which must fit into its devices. This is
 Alpa's equation 2 (OSDI'22) with x and u. It ranks pipelines; what overlaps exactly only the simulator knows.
@@ -59,9 +60,9 @@ class Discipline:
         """Micro-batches that the stage `from_end` (1: the last one) keeps at once."""
         return micro_batches if self.warm is None else min(micro_batches, from_end + self.warm)
 
-    def period(self, micro: float, crossing: float) -> float:
-        """Seconds between two micro-batches of a stage."""
-        return max(micro, ONE_WAY * crossing) if self.hides else micro + crossing
+    def period(self, micro: float, crossing: float, before: float = 0.0) -> float:
+        """Seconds between two micro-batches of a stage. crossing, before: of what crosses behind it and before it."""
+        return max(micro, ONE_WAY * (crossing + before)) if self.hides else micro + crossing
 
 
 ONE_F_ONE_B = Discipline("1f1b")
@@ -82,6 +83,7 @@ class Prices:
     """Costs at one number of micro-batches. Layers [start, stop); boundary b lies before layer b.
 
     ask(start, stop, shape): a few answers, none dominated; () where nothing fits. Slow: called once per (classes of the layers, shape), if ever.
+    together: once one pair of a shape was asked, the others of the shape are quick: all are asked at once.
     bound(start, stop, shape): an answer at least as good as any, in each number. Quick: called for every pair of classes and shape.
     crossing(boundary, front, back, link): seconds per micro-batch between a stage on `front` and the next on `back`. Quick.
     least_crossing(boundary, link): at most that, for whatever shapes."""
@@ -91,6 +93,7 @@ class Prices:
     bound: Callable[[int, int, Shape], Answer]
     crossing: Callable[[int, Shape, Shape, Link], float]
     least_crossing: Callable[[int, Link], float] = _nothing
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,4 +129,6 @@ class Pipeline:
 def latency(micro_batches: int, discipline: Discipline, stages: Sequence[tuple[float, float, float]]) -> float:
     """Seconds of an iteration; stages: (micro, crossing, iteration) each."""
     total = sum(t + x for t, x, _ in stages)
-    return total + (micro_batches - 1) * max(discipline.period(t, x) for t, x, _ in stages) + max(u for _, _, u in stages)
+    before = [0.0, *(x for _, x, _ in stages[:-1])]
+    period = max(discipline.period(t, x, y) for (t, x, _), y in zip(stages, before, strict=True))
+    return total + (micro_batches - 1) * period + max(u for _, _, u in stages)

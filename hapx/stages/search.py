@@ -3,7 +3,7 @@
 A label is a suffix of a pipeline: its first layer, what devices are left, the shape of its first stage, and so far the sum of seconds, the largest
 period, the largest seconds per iteration and the number of stages. With the bound of `hapx.stages.frontier` on what goes before, labels are looked at
 in the order of the least time they can lead to. Of two labels at the same layer, devices and shape one that is no better in any number is dropped:
-fewer stages behind mean fewer micro-batches in flight before.
+fewer stages behind mean fewer micro-batches in flight before, and less that crosses behind leaves more of its card to what will cross before.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class Searcher:
             micro, iteration = frontier.micro[move.shape, runs, stop], frontier.iteration[move.shape, runs, stop]
             crossing = self._crossing(label, move.shape)
             total = label.total + micro + crossing
-            period = np.maximum(label.period, np.maximum(micro, ONE_WAY * crossing) if frontier.discipline.hides else micro + crossing)
+            hides = frontier.discipline.hides
+            behind = ONE_WAY * (crossing + (label.choice.crossing if label.choice is not None else 0.0))  # of the stage behind the new one
+            period = np.maximum(label.period, np.maximum(micro, behind) if hides else micro + crossing)
             update = np.maximum(label.iteration, iteration)
             top = np.maximum(period, frontier.top[move.target, position, runs, None])
             ahead = frontier.sums[move.target, position, :, runs, None]
@@ -139,4 +141,6 @@ class Searcher:
 
 
 def _no_worse(a: Label, b: Label) -> bool:
-    return a.total <= b.total and a.period <= b.period and a.iteration <= b.iteration and a.stages <= b.stages
+    assert a.choice is not None and b.choice is not None
+    same = a.total <= b.total and a.period <= b.period and a.iteration <= b.iteration and a.stages <= b.stages
+    return same and a.choice.crossing <= b.choice.crossing

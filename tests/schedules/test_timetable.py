@@ -90,7 +90,7 @@ def test_longest_path(pipeline: Pipeline, data: st.DataObject) -> None:
 def test_streams_do_one_thing_at_a_time(pipeline: Pipeline, data: st.DataObject) -> None:
     """Also a link that all transfers share."""
     s = data.draw(seconds(pipeline))
-    one = replace(s, links=dict.fromkeys(s.crossing, "cable"))
+    one = replace(s, links=dict.fromkeys(s.crossing, ("cable",)))
     schedule = pipeline.make()
     found = timetable(schedule, one, pipeline.ties)
     for spans in found.spans:
@@ -106,7 +106,7 @@ def test_longest_path_of_a_shared_link(pipeline: Pipeline, data: st.DataObject) 
     """In the order in which the link served, nothing could end earlier."""
     pipeline = replace(pipeline, ties=())
     s = data.draw(seconds(pipeline))
-    s = replace(s, crossing={pair: t + 0.5 for pair, t in s.crossing.items()}, links=dict.fromkeys(s.crossing, "cable"))
+    s = replace(s, crossing={pair: t + 0.5 for pair, t in s.crossing.items()}, links=dict.fromkeys(s.crossing, ("cable",)))
     schedule = pipeline.make()
     found = timetable(schedule, s)
     served = sorted((x for spans in found.spans for x in spans if x.stream == "receive"), key=lambda x: x.start)
@@ -208,7 +208,7 @@ def test_shared_links_serve_one_after_another() -> None:
     schedule = make("forward", (0, 1, 2), crossings, (1,))
     apart = Seconds((1.0,) * 3, (0.0,) * 3, crossing={(0, 1): 2.0, (0, 2): 2.0})
     assert timetable(schedule, apart).total == 4.0
-    shared = timetable(schedule, replace(apart, links={(0, 1): "card", (0, 2): "card"}))
+    shared = timetable(schedule, replace(apart, links={(0, 1): ("card",), (0, 2): ("card", "other")}))
     assert shared.total == 6.0 and by_name(shared, 2, "receive") == [("F0 0>2", 3.0, 5.0)]
 
 

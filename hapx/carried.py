@@ -1,0 +1,162 @@
+"""A program that was found on one mesh, carried to another: to other devices, to more or fewer of them, to another size of the batch.
+
+In: a candidate of the planner, a theory of the same model on a mesh with as many axes, a cluster. Out: the candidate there, or None where it cannot
+be said which triples are the same ones. Nothing is searched: a carried program is one of the space, perhaps not its best one.
+
+The triples of a graph do not depend on how many devices an axis has; so between meshes of one graph only lengths change, in proportion to the shares
+that coordinates with equal devices had. Two graphs of one model at different batch sizes have the same nodes, and theirs triples in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from hapx.balancer.rounding import round_ratios
+from hapx.cluster.spec import ClusterSpec
+from hapx.cost.model import CostModel
+from hapx.ir import OpCall
+from hapx.lower import Candidate
+from hapx.plan import Communication, Instruction, Mesh, Program, Triple
+from hapx.states import Cut, Placement, Property, Row, Sharded, State
+from hapx.theory.triple import Theory
+
+States = Mapping[tuple[str, State], State]
+
+
+def carried(known: Candidate, theory: Theory, cluster: ClusterSpec, costs: CostModel | None = None) -> Candidate | None:
+    """See the module. costs: a model of the theory's graph with the wanted number of micro-batches; None: the candidate's own, whose graph it is.
+    Its cost and time are not known."""
+    shares = _shares(known, theory.mesh, cluster)
+    if shares is None:
+        return None
+    program, storage = known.program, known.storage_of
+    if theory.graph is not known.theory.graph:
+        found = _translated(known, theory)
+        if found is None:
+            return None
+        program, storage = found
+    program = replace(program, mesh=theory.mesh)
+    cuts = dict.fromkeys(cut for cut in _cuts(program, storage) if cut.row in shares)
+    model = (costs or known.costs).changed(theory=theory, cluster=cluster)
+    return Candidate(theory, model, program, storage, round_ratios(shares, cuts), shares, 0.0, 0.0)
+
+
+def _cuts(program: Program, storage: Mapping[str, Placement]) -> Iterator[Cut]:
+    for i in program.instructions:
+        yield from (cut for cut in i.triple.work if cut is not None)
+        yield from (s.cut for p in (*i.triple.pre, *i.triple.post) for s in p.placement.states if isinstance(s, Sharded))
+    yield from (s.cut for p in storage.values() for s in p.states if isinstance(s, Sharded))
+
+
+def _shares(known: Candidate, mesh: Mesh, cluster: ClusterSpec) -> dict[Row, tuple[float, ...]] | None:
+    """Of every coordinate of the uneven axis what one with such devices had; None where there was none."""
+    if mesh.uneven is None or known.mesh.uneven != mesh.uneven or len(mesh.axes) != len(known.mesh.axes):
+        return None
+    before, after = _appearance(known.mesh, known.costs.cluster), _appearance(mesh, cluster)
+    found = {}
+    for row, shares in known.shares.items():
+        of = dict(zip(before, shares, strict=True))
+        own = [of.get(a) for a in after]
+        if any(s is None for s in own) or not sum(s for s in own if s is not None):
+            return None
+        found[row] = tuple(s / sum(own) for s in own)  # type: ignore[operator, arg-type]
+    return found
+
+
+def _appearance(mesh: Mesh, cluster: ClusterSpec) -> list[tuple[str, ...]]:
+    """Device types at every coordinate of the uneven axis; of axes inside that are of another size, each type once."""
+    assert mesh.uneven is not None
+    types: list[dict[str, None]] = [{} for _ in range(mesh.sizes[mesh.uneven])]
+    for d in mesh.devices:
+        types[mesh.coordinates(d)[mesh.uneven]][cluster.devices[d].type] = None
+    return [tuple(sorted(t)) for t in types]
+
+
+# ---- to another graph ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _translated(known: Candidate, theory: Theory) -> tuple[Program, dict[str, Placement]] | None:
+    """Program and storage in the triples of another theory of the model."""
+    states = _states(known.theory, theory)
+    if states is None:
+        return None
+
+    def placed(tensor: str, p: Placement) -> Placement:
+        return Placement(tuple(_moved(states, tensor, s) for s in p.states), p.nest)
+
+    def prop(p: Property) -> Property:
+        return Property(p.tensor, placed(p.tensor, p.placement))
+
+    instructions = []
+    for instruction in known.program.instructions:
+        t = instruction.triple
+        if t.node is not None and isinstance(t.body, OpCall):
+            number = _number(t, known.theory.triples[t.node])
+            if number is None:
+                return None
+            made = theory.triples[t.node][number]
+        else:
+            assert not isinstance(t.body, OpCall)
+            made = replace(t, pre=tuple(map(prop, t.pre)), post=tuple(map(prop, t.post)), body=_path(states, t.post[0].tensor, t.body))
+        instructions.append(Instruction(made, instruction.remat))
+    program = replace(
+        known.program, instructions=tuple(instructions), needs=tuple(map(prop, known.program.needs)), gives=tuple(map(prop, known.program.gives))
+    )
+    return program, {name: placed(name, p) for name, p in known.storage_of.items()}
+
+
+def _number(triple: Triple, known: Sequence[Triple]) -> int | None:
+    """Which of a node's triples an instruction is."""
+    assert isinstance(triple.body, OpCall)
+    form = triple.body.get("form")
+    for k, t in enumerate(known):
+        if t is triple or (
+            (t.pre, t.post, t.work) == (triple.pre, triple.post, triple.work)
+            and isinstance(t.body, OpCall)
+            and t.body.target == triple.body.target
+            and t.body.get("form") == form
+        ):
+            return k
+    return None
+
+
+def _path(states: States, tensor: str, path: Sequence[Communication]) -> tuple[Communication, ...]:
+    return tuple(replace(c, source=_moved(states, tensor, c.source), target=_moved(states, tensor, c.target)) for c in path)
+
+
+def _moved(states: States, tensor: str, state: State) -> State:
+    return states[tensor, state] if isinstance(state, Sharded) else state
+
+
+def _states(old: Theory, new: Theory) -> States | None:
+    """(tensor, shards) there to shards here, by the triples in which they appear; None where triples differ by more than lengths."""
+    if len(old.triples) != len(new.triples) or old.stored.keys() != new.stored.keys() or old.outputs.keys() != new.outputs.keys():
+        return None
+    found: dict[tuple[str, State], State] = {}
+    for a, b in zip(old.triples, new.triples, strict=True):
+        if len(a) != len(b) or not all(_alike(found, s.pre + s.post, t.pre + t.post) for s, t in zip(a, b, strict=True)):
+            return None
+    for before, after in ((old.stored, new.stored), (old.outputs, new.outputs)):
+        for name in before:
+            pairs = zip(before[name], after[name], strict=False)
+            if len(before[name]) != len(after[name]) or not all(_pair(found, name, p, q) for p, q in pairs):
+                return None
+    return found
+
+
+def _alike(found: dict[tuple[str, State], State], before: Sequence[Property], after: Sequence[Property]) -> bool:
+    pairs = zip(before, after, strict=False)
+    return len(before) == len(after) and all(p.tensor == q.tensor and _pair(found, p.tensor, p.placement, q.placement) for p, q in pairs)
+
+
+def _pair(found: dict[tuple[str, State], State], tensor: str, before: Placement, after: Placement) -> bool:
+    """Notes which states stand for which; False where they cannot."""
+    if before.nest != after.nest:
+        return False
+    for s, t in zip(before.states, after.states, strict=True):
+        if type(s) is not type(t):
+            return False
+        if isinstance(s, Sharded) and isinstance(t, Sharded) and (s.dim != t.dim or s.cut.row != t.cut.row or found.setdefault((tensor, s), t) != t):
+            return False
+    return True
