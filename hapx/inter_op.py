@@ -30,6 +30,7 @@ from hapx.planner import plan_spmd
 from hapx.predict import Staged
 from hapx.progress import Teller
 from hapx.restriction import Restriction
+from hapx.scarcity import lacks_memory
 from hapx.schedules import crossings_between, hiding, in_flight
 from hapx.stage_prices import Asker
 from hapx.stages.clustering import find_layers, node_flops
@@ -45,6 +46,7 @@ from hapx.theory.normalise import warn_of_mixing
 
 NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
 MOST_ASKS = 60  # shapes (at one number of micro-batches), unless nothing was found yet
+SMALL = 200  # nodes of a graph for which a search under limits of memory does not take long
 DISCIPLINES = (ONE_F_ONE_B, warm(1), warm(2))
 SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
 PUT_TOGETHER = 3  # pipelines that are simulated
@@ -56,9 +58,11 @@ def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Calla
     """The faster one of a plan of one stage, made by `whole`, and the best pipeline. number: of micro-batches, if it is given. Raises what `whole`
     raises where no pipeline fits either: only then is it asked to say what would help."""
     single: Plan | None = None
-    with suppress(InsufficientMemoryError):
-        single = whole(False)
-    numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster)
+    scarce = lacks_memory(asked)
+    if not scarce or len(asked.graph.nodes) <= SMALL:
+        with suppress(InsufficientMemoryError):
+            single = whole(False)
+    numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster, scarce)
     began = time.perf_counter()
     found: list[Plan] = []
     # what is said of the one mesh of all devices cannot be said of stages
@@ -87,13 +91,13 @@ def at_full_speed(asked: Setting) -> float:
     return float(node_flops(asked.graph).sum()) / speeds
 
 
-def numbers_of_micro_batches(batch: int, cluster: ClusterSpec) -> tuple[int, ...]:
+def numbers_of_micro_batches(batch: int, cluster: ClusterSpec, scarce: bool = False) -> tuple[int, ...]:
     """Those that are tried: divisors of the batch near 4 and 2 times as many as there are machines (eight at least), or devices of
-    a single one."""
+    a single one; near 16 and 4 times where memory is scarce."""
     unit = max(len(cluster.machines), 8) if len(cluster.machines) > 1 else cluster.num_devices
     divisors = [n for n in range(2, batch + 1) if batch % n == 0]
     found: list[int] = []
-    for wanted in (4 * unit, 2 * unit):
+    for wanted in (16 * unit, 4 * unit) if scarce else (4 * unit, 2 * unit):
         found += sorted((n for n in divisors if n not in found), key=lambda n: (abs(n - wanted), n))[:1]
     return tuple(found)
 
@@ -122,7 +126,7 @@ def pipelines(
             return []
         plans = _chosen(asked, askers, below, watch)
         # smaller micro-batches take less memory
-        todo = [n for n in (2 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
+        todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
     plans.sort(key=lambda m: m.plan.iteration_time)
     while more and plans and asked.graph.batch % (number := 2 * plans[0].asker.asked.repeats) == 0:  # the same stages with more micro-batches
         watch(f"the best pipeline with {number} micro-batches")
@@ -234,9 +238,11 @@ def _polished(made: _Made, asked: Setting) -> Plan | None:
             own = replace(asker.asked, graph=piece.graph, cluster=stage.shape.spec(asked.cluster), rule=rule, in_flight=kept[i])
             known[key] = None
             with suppress(InsufficientMemoryError, PlanError):
-                known[key] = piece_of(plan_spmd(own, Counters())[0], piece.nodes, tuple(range(stage.shape.num_devices)))
+                best = plan_spmd(own, Counters())[0] if len(own.graph.nodes) <= SMALL else asker.roomy(own, None)
+                known[key] = piece_of(best, piece.nodes, tuple(range(stage.shape.num_devices))) if best is not None else None
         better = known[key]
-        if better is not None and better.times.micro * number + better.times.iteration < seconds[i]:
+        faster = better is not None and better.times.micro * number + better.times.iteration < seconds[i]
+        if better is not None and faster and asker.fits(better) >= kept[i]:
             pieces[i] = _placed(asker, stage.start, stage.stop, better, stage.devices)
     if all(a is b for a, b in zip(pieces, made.pieces, strict=True)):
         return None

@@ -212,17 +212,18 @@ class Asker:
 
     def _searched(self, shape: Shape, level: int) -> Candidate | None:
         self.calls += 1
-        found = self._roomy(self._setting(shape, level))
+        setting = self._setting(shape, level)
+        found = self.roomy(setting, [view_of(setting)])
         if found is not None:
             self.library[_group(shape, level)] = found
         return found
 
-    def _roomy(self, setting: Setting) -> Candidate | None:
-        """The planner's program if memory were no matter, in its place."""
+    def roomy(self, setting: Setting, meshes: Sequence[Mesh] | None) -> Candidate | None:
+        """The planner's program if memory were no matter, at the costs of the actual devices."""
         types = {name: replace(kind, memory=kind.memory * ROOM) for name, kind in setting.cluster.device_types.items()}
         roomy = replace(setting, cluster=replace(setting.cluster, device_types=types))
         with suppress(InsufficientMemoryError, PlanError):
-            found = plan_spmd(roomy, self.counters, [view_of(roomy)])[0]
+            found = plan_spmd(roomy, self.counters, meshes)[0]
             return replace(found, costs=found.costs.changed(cluster=setting.cluster))
         return None
 
@@ -234,14 +235,15 @@ class Asker:
                 continue
             key = self.classes[start:stop], shape, thrift
             if key not in self.pieces:
-                best = self._roomy(self._setting(shape, thrift, part(self.asked.graph, *nodes)))
+                setting = self._setting(shape, thrift, part(self.asked.graph, *nodes))
+                best = self.roomy(setting, [view_of(setting)])
                 self.pieces[key] = piece_of(best, nodes, tuple(range(shape.num_devices))) if best is not None else None
             found = self.pieces[key]
-            if found is not None and self._fits(found) >= in_flight:
+            if found is not None and self.fits(found) >= in_flight:
                 return found
         return None
 
-    def _fits(self, piece: Piece) -> int:
+    def fits(self, piece: Piece) -> int:
         """Micro-batches for which a program has room."""
         best = piece.candidate
         exact = best.costs.changed(lengths=best.lengths, repeats=1, in_flight=1)
