@@ -1,6 +1,6 @@
 """A script on four processes, two on each side of a link that is really slow: what is measured, planned and trained there.
 
-    python -m benchmarks.slow_link --rate 20mbit -- examples/train_gpt.py --steps 30 --timed 5
+    python -m benchmarks.slow_link --rate 50mbit -- examples/train_gpt.py --steps 30 --timed 5
 
 The sides are network namespaces joined by a pair of virtual interfaces with a token bucket (`tc`), so that the kernel holds bytes back, as a slow
 cable would; no rights are needed beyond user namespaces (Linux, iproute2). The script gets a cluster file of two machines with two devices each; it
@@ -25,7 +25,7 @@ machines:
 device_types:
   my-core: {flops: 40 GFLOP/s, memory: 2 GiB, memory_bandwidth: 5 GB/s, kernel_latency: 20 us}
 network:
-  inter: {bandwidth: 20 Mbit/s, latency: 200 us}
+  inter: {bandwidth: 50 Mbit/s, latency: 200 us}
   intra: {bandwidth: 1 GB/s, latency: 200 us}
 """
 NEAR, FAR = "10.9.0.1", "10.9.0.2"
@@ -55,7 +55,7 @@ exit $status
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rate", default="20mbit", help="of the link, as tc writes it")
+    parser.add_argument("--rate", default="50mbit", help="of the link, as tc writes it")
     parser.add_argument("script", nargs="+", help="after --: the script and its arguments")
     args = parser.parse_args()
     environment = dict(os.environ, PYTHON=sys.executable, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", LOGLEVEL="ERROR", TORCH_CPP_LOG_LEVEL="ERROR")
