@@ -78,6 +78,8 @@ def extend_piece(plan: Plan, number: int, graph: Graph, nodes: tuple[int, int], 
 def extend_stages(plan: Plan, key: ProgramKey, graph: Graph, parts: Callable[[int], Graph]) -> Plan:
     """A plan of several stages with a further program (another batch size, or evaluation): parameters stay where they are, in the lengths they have.
     parts: gives the graph of one of so many micro-batches."""
+    if not graph.batch:
+        raise PlanError("the batch is empty", where="HAP", allowed="in a pipeline, batches of at least one sample", hint="leave out empty batches")
     most = len(plan.schedules[plan.first].micro_batches)
     micro = parts(next(n for n in range(most, 0, -1) if graph.batch % n == 0))
     assert micro.micro_batches is not None

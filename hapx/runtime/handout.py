@@ -2,6 +2,7 @@
 
 In: a loss without history, parameters, their gradients for a cotangent `seed` of the loss. Out: the loss, whose backward adds the gradients to
 `.grad`, times what arrives there over the seed. Invariant: gradients are handed out without a copy, unless autograd is asked to keep its graph.
+And the loss of a run without backward passes, whose backward says so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hapx.errors import LaunchError
+
 Gradients = list[Tensor | None]
 
 
@@ -20,6 +23,22 @@ def with_gradients(loss: Tensor, parameters: Sequence[nn.Parameter], gradients: 
     anchor = torch.zeros((), requires_grad=True, device=loss.device)
     result: Tensor = _Ran.apply(anchor, parameters, gradients, seed, loss)
     return result
+
+
+def without_gradients(loss: Tensor) -> Tensor:
+    """The loss of a run in evaluation mode, where gradients are enabled as on one device, but no backward passes were run."""
+    result: Tensor = _Evaluated.apply(torch.zeros((), requires_grad=True, device=loss.device), loss)
+    return result
+
+
+class _Evaluated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        raise LaunchError("a pipeline runs no backward passes in evaluation mode", where="backward", hint="call model.train() before forward")
 
 
 class _Ran(torch.autograd.Function):

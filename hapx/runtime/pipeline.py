@@ -29,7 +29,7 @@ from hapx.runtime.counts import Counter
 from hapx.runtime.crossings import Crossings, Messengers, crossings
 from hapx.runtime.executor import ALIGN_EVERY, share_out
 from hapx.runtime.gradients import BUCKET_BYTES, GradientSynchroniser
-from hapx.runtime.handout import with_gradients
+from hapx.runtime.handout import with_gradients, without_gradients
 from hapx.runtime.local import Communicators, Position
 from hapx.runtime.micro_batches import join, joined_shape, rejoin, unjoin
 from hapx.runtime.norms import clip_grad_norm_
@@ -157,9 +157,11 @@ class Pipeline:
         if key.mode == "train":
             self.rng.step = self.base + times - 1
         outputs = self._outputs(key, results)
+        loss = self.plan.graphs[key].loss
         if step.training:
-            loss = self.plan.graphs[key].loss
             outputs[loss] = with_gradients(outputs[loss], tuple(self.module.parameters()), gradients, step.seed)
+        elif torch.is_grad_enabled():
+            outputs[loss] = without_gradients(outputs[loss])
         return outputs
 
     def _check_inputs(self, key: ProgramKey, inputs: Mapping[str, Tensor]) -> None:

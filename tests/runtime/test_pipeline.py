@@ -343,6 +343,28 @@ def test_other_shapes_are_refused_before_anything_is_sent() -> None:
         assert "x is float64[8, 5]" in second and "x is float32[8, 6]" in third
 
 
+def test_backward_of_an_evaluation_is_refused() -> None:
+    """Gradients are enabled, as on one device; only backward is missing."""
+    plan = with_evaluation(random_stages(MLP_JOB, SPLIT, cuts=[3]), MLP_JOB, 8)
+    key = [k for k in plan.graphs if k.mode == "eval"][0]
+
+    def evaluated(pipeline: Pipeline) -> tuple[bool, float]:
+        loss = pipeline.run(key, dict(zip(plan.graphs[key].given, MLP_JOB.inputs(0), strict=True)))[plan.graphs[key].loss]
+        with pytest.raises(
+            LaunchError, match=r"backward: a pipeline runs no backward passes in evaluation mode; call model\.train\(\) before forward"
+        ):
+            loss.backward()
+        return loss.requires_grad, float(loss.detach())
+
+    wanted = float(MLP_JOB.model().eval()(*MLP_JOB.inputs(0)).detach())
+    assert on_all(plan, MLP_JOB, evaluated) == [(True, pytest.approx(wanted))] * 3
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(PlanError, match="the batch is empty; allowed: in a pipeline, batches of at least one sample"):
+        with_evaluation(random_stages(MLP_JOB, SPLIT, cuts=[3]), MLP_JOB, 0)
+
+
 def test_local_shares_are_refused() -> None:
     plan = random_stages(MLP_JOB, SPLIT, cuts=[3])
 
