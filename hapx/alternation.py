@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from math import inf
@@ -34,7 +34,7 @@ from hapx.lower import Candidate
 from hapx.plan import Plan, ProgramKey
 from hapx.progress import Teller, Watcher
 from hapx.restriction import Restriction
-from hapx.starts import carried, further
+from hapx.starts import carried, further, kept_otherwise
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.forbidden import NOTHING, Forbidden
@@ -145,6 +145,11 @@ class Alternation:
         return tuple(self.fitting.limits.tolist())
 
     @property
+    def small(self) -> bool:
+        """Whether a search is so short that there are many."""
+        return len(self.problem.steps) <= (FEW_STEPS if len(self.theory.mesh.axes) == 1 else FEW_STEPS_ON_AXES)
+
+    @property
     def free(self) -> bool:
         """Whether ratios are chosen here."""
         return self.setting.rule.ratios == "balanced" and bool(self.rows)
@@ -163,11 +168,8 @@ class Alternation:
         if not self.found:
             assert failure is not None or self.rejected is not None
             raise failure or self.fitting.too_small(*self.rejected)  # type: ignore[misc]
-        if (
-            self.free
-            and self.setting.start is None
-            and len(self.problem.steps) <= (FEW_STEPS if len(self.theory.mesh.axes) == 1 else FEW_STEPS_ON_AXES)
-        ):
+        segments = self.setting.graph.segments > 1 and not self.setting.given
+        if self.free and (self.setting.start is None or segments) and self.small:
             self._further(known)
         return [*self.found.values(), *([self.old] if self.old is not None else [])]
 
@@ -177,11 +179,22 @@ class Alternation:
         """From more starts, as far as they lead somewhere."""
         if self._best().cost > HOPELESS * known:
             return
-        row, self.exact = self.rows[0], False  # where memory binds, prices of it tell well enough where a start leads
-        for start in further(np.asarray(self.costs.speeds), self.sizes, lambda: self._by_kind(self._best().shares)[row]):
+        self.exact = False  # where memory binds, prices of it tell well enough where a start leads
+        for start in self._starts_further():
             with suppress(InsufficientMemoryError):  # something else fits
                 best = min(known, self._best().cost)
-                self._alternate({r: start[r.kind == "storage"] for r in self.rows}, best, above=HOPELESS * best)
+                self._alternate(start, best, above=HOPELESS * best)
+
+    def _starts_further(self) -> Iterator[dict[Row, Vector]]:
+        """With segments, whose compute rows are those of a program that perhaps keeps nothing in shards, only the storage rows differ."""
+        if self.setting.graph.segments > 1:
+            for storage in kept_otherwise(self.sizes):
+                best = self._by_kind(self._best().shares)
+                yield {r: storage if r.kind == "storage" else best[r] for r in self.rows}
+            return
+        row = self.rows[0]
+        for start in further(np.asarray(self.costs.speeds), self.sizes, lambda: self._by_kind(self._best().shares)[row]):
+            yield {r: start[r.kind == "storage"] for r in self.rows}
 
     def from_even_shares(self) -> list[Candidate]:
         """Candidates from even shares, where `_starts` left them out because a search on several axes costs more. For the best view only."""

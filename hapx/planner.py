@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 # several axes inside of one machine, whose links are all alike, must be faster by this part: their many small collectives cost more than is priced
 SIMPLER = 0.02
 SIMULATED = 4  # candidates that the simulator ranks
+NEAR = 0.02  # by how much, relative, a program may be slower with one row of ratios to be asked what segments bring
+MOST_FREED = 2  # of the programs asked, those that are searched for with segments
 
 
 # -- mesh views ------------------------------------------------------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
     counters.search_time += time.perf_counter() - began
     if more:
         ranked = _ranked([*found, *more], old, counters)
-    ranked = _with_segments(setting, ranked, alternations[ranked[0].mesh.name].limits, counters)
+    ranked = _with_segments(setting, ranked, alternations[ranked[0].mesh.name], counters)
     if not setting.strict and not within(ranked[0]):
         return plan_spmd(replace(setting, strict=True), counters, meshes)
     counters.search.gap = ranked[0].gap
@@ -202,45 +204,56 @@ def _needless(candidate: Candidate) -> bool:
     return len(candidate.mesh.axes) > 1 and len(candidate.costs.cluster.machines) == 1
 
 
-def _with_segments(setting: Setting, ranked: list[Candidate], limits: Sequence[float], counters: Counters) -> list[Candidate]:
+def _with_segments(setting: Setting, ranked: list[Candidate], alternation: Alternation, counters: Counters) -> list[Candidate]:
     """The candidates, and those of the best one's view in which parts of the model have ratios of their own, where the linear program says that this
     pays. Never worse: all are simulated."""
     best, rule = ranked[0], setting.rule
     if rule.most_segments == 1 or setting.given or len(best.costs.kinds) < 2 or best.mesh.uneven is None:
         return ranked
     began = time.perf_counter()
-    freed = _free_borders(best, rule, limits)
+    freed = _free_borders(ranked, rule, alternation)
     counters.segments_time += time.perf_counter() - began
-    if freed is None:
-        return ranked
-    parts = candidate_segments(setting.graph, rule.segments)
-    segments = numbered(freed.groups[part] for part in parts)
-    graph = replace(setting.graph, segment_of=segments)
+    found = [c for own in freed for c in _in_segments(setting, best, own, counters)]
+    return sorted([*ranked, *(_ranked(found, [], counters) if found else ())], key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
+
+
+def _in_segments(setting: Setting, best: Candidate, freed: Freed, counters: Counters) -> list[Candidate]:
+    """Candidates with these segments, from their shares on."""
+    parts = candidate_segments(setting.graph, setting.rule.segments)
+    graph = replace(setting.graph, segment_of=numbered(freed.groups[part] for part in parts))
     start = {row: per_device(own.tolist(), best.costs.kinds) for row, own in freed.shares.items()}
     began = time.perf_counter()
     theory = derive(graph, best.mesh)
     counters.theory_time += time.perf_counter() - began
     began = time.perf_counter()
-    try:
+    found: list[Candidate] = []
+    with suppress(InsufficientMemoryError, PlanError):  # what fits with one row is known
         told = Teller(setting.progress, counters.search, best.mesh.name, 1, 1, best.cost)
         found = Alternation(replace(setting, graph=graph, start=start, old=None), theory, counters, told).candidates(best.cost)
-    except (InsufficientMemoryError, PlanError):
-        found = []  # what fits with one row is known
     counters.search_time += time.perf_counter() - began
-    return sorted([*ranked, *(_ranked(found, [], counters) if found else ())], key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
+    return found
 
 
-def _free_borders(best: Candidate, rule: Restriction, limits: Sequence[float]) -> Freed | None:
-    """The borders of a candidate's program that pay, by the linear program. limits: bytes per kind for sums."""
+def _free_borders(ranked: Sequence[Candidate], rule: Restriction, alternation: Alternation) -> list[Freed]:
+    """The borders that pay, by the linear program, in the best program and, where the problem is small, in others of its view that are nearly as
+    fast: what is second with one row for all may be first with several."""
+    best = ranked[0]
     parts = candidate_segments(best.theory.graph, rule.segments)
     if len(set(parts)) < 2:
-        return None
-    untied = Untied(best.program, best.storage_of, best.costs, parts)
-    shares = {row: np.array([max(own[c] for c in kind) for kind in best.costs.kinds]) for row, own in best.shares.items()}
+        return []
+    near = [c for c in ranked if c.mesh == best.mesh and c.cost <= best.cost * (1 + NEAR)] if alternation.small else []
+    programs = {id(c.program): c for c in reversed((best, *near))}  # each at its best lengths
     # on several axes a search costs more
     worth = WORTH if len(best.mesh.axes) == 1 else 4 * WORTH
-    capacity, consecutive = np.asarray(limits), list(parts) == sorted(parts)
-    return free_borders(untied, best.costs.sizes, capacity, shares, rule.most_segments, consecutive, worth)
+    found: list[Freed] = []
+    for candidate in programs.values():
+        untied = Untied(candidate.program, candidate.storage_of, candidate.costs, parts)
+        shares = {row: np.array([max(own[c] for c in kind) for kind in candidate.costs.kinds]) for row, own in candidate.shares.items()}
+        capacity, consecutive = np.asarray(alternation.limits), list(parts) == sorted(parts)
+        known = inf if candidate.program is best.program else best.cost
+        own = free_borders(untied, candidate.costs.sizes, capacity, shares, rule.most_segments, consecutive, worth, known)
+        found += [own] if own is not None else []
+    return sorted(found, key=lambda own: own.time)[:MOST_FREED]
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------------------------------------

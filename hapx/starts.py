@@ -5,7 +5,8 @@ In: a cost model, the rows of a mesh, the best ratios so far, an old plan. Out: 
 The alternation moves downhill only, and a program that keeps nothing in shards, or leaves no kind of devices out, says nothing of what that would
 bring. So further starts say it (`further`): the fastest kinds, or any one kind, alone; the best ratios with parameters kept evenly, or by one kind
 only; all kinds but one. Each costs a search, so they are for small problems, and are given up where their first program is far from the best (see the
-planner).
+planner). Segments begin with the rows that the linear program gives them in a program of one row, so of theirs only the storage rows are varied
+(`kept_otherwise`): where no parameter is kept in shards, that program says nothing of the storage rows, and those decide whether shards pay.
 
 An old plan of the same model on the same mesh is not only a start but a candidate itself (`carried`), so that what is planned with it is never slower
 than it is.
@@ -45,11 +46,18 @@ def further(speeds: Vector, sizes: Sequence[int], compute: Callable[[], Vector])
         yield only(fastest[:count]), only(fastest[:count])
     for kind in fastest[1:]:
         yield only([kind]), only([kind])
-    yield compute(), even
-    for kind in range(kinds if kinds > 1 else 0):
-        yield compute(), only([kind])
+    for storage in kept_otherwise(sizes):
+        yield compute(), storage
     for kind in reversed(fastest if kinds > 2 else []):
         yield only([k for k in fastest if k != kind]), even
+
+
+def kept_otherwise(sizes: Sequence[int]) -> Iterator[Vector]:
+    """Storage rows: evenly, then on one kind only."""
+    number = np.asarray(sizes, dtype=float)
+    yield np.full(len(sizes), 1 / number.sum())
+    for kind in range(len(sizes) if len(sizes) > 1 else 0):
+        yield np.where(np.arange(len(sizes)) == kind, 1 / number, 0.0)
 
 
 def carried(plan: Plan, key: ProgramKey, theory: Theory, costs: CostModel, capacity: Vector) -> Candidate | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -40,27 +41,29 @@ State = tuple[Array, Array, Array]  # per row: cost, and per kind the pending co
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """`groups`: the segment of each part. `shares`: per row and kind. gain: relative, by the linear program."""
+    """`groups`: the segment of each part. `shares`: per row and kind. By the linear program, time: seconds; gain: relative, over one row."""
 
     groups: tuple[int, ...]
     shares: Mapping[Row, Vector]
+    time: float
     gain: float
 
 
 def free_borders(
-    untied: Untied, sizes: Sequence[int], capacity: Vector, shares: Mapping[Row, Vector], most: int, consecutive: bool, worth: float = WORTH
-) -> Freed | None:
+    untied: Untied, sizes: Sequence[int], capacity: Vector, shares: Mapping[Row, Vector], most: int, consecutive: bool, worth: float = WORTH,
+    known: float = inf,
+) -> Freed | None:  # fmt: skip
     """Segments of the program that pay. shares: of the tied rows, per kind. most: segments at most. consecutive: parts follow each other. worth: the
-    least relative gain."""
+    least relative gain, over one row and over `known` seconds of another program."""
     choice = _Choice(untied, tuple(sizes), capacity, shares)
     groups = tuple(range(untied.parts))
     if consecutive:
-        cheaper = _Sequence(untied, sizes, shares, choice.prices()).cheapest()
+        cheaper = _Sequence(untied, sizes, shares, choice.prices()).cheapest(known)
         if cheaper is None:
             return None
         groups = cheaper
     freed = choice.best(groups, most, consecutive)
-    return freed if freed is not None and freed.gain >= worth else None
+    return freed if freed is not None and freed.gain >= worth and freed.time <= known * (1 - worth) else None
 
 
 class _Choice:
@@ -104,7 +107,7 @@ class _Choice:
             if count <= most and solved[tied][0] > time * (1 + TIED):
                 break
             groups, (time, shares) = tied, solved[tied]
-        return Freed(groups, shares, 1 - time / alone) if max(groups) else None
+        return Freed(groups, shares, time, 1 - time / alone) if max(groups) else None
 
     def _alike_tied(self, groups: tuple[int, ...], shares: Mapping[Row, Vector], consecutive: bool) -> tuple[int, ...]:
         """MANY groups: those whose compute rows differ least are tied without asking the linear program about each."""
@@ -149,8 +152,8 @@ class _Sequence:
         self.values = np.stack([*each, *each], axis=1)  # terms x rows x kinds; each row twice, see `cheapest`
         self.top = self.values.max(axis=2)
 
-    def cheapest(self) -> tuple[int, ...] | None:
-        """Segments, or None if one row for all is nearly as cheap."""
+    def cheapest(self, known: float = inf) -> tuple[int, ...] | None:
+        """Segments, or None if one row for all, or what takes `known` seconds, is nearly as cheap."""
         number = len(self.rows)
         # the first half may change its row from part to part, the second keeps it
         state: State = (np.zeros(2 * number), np.zeros((2 * number, self.rows.shape[1])), np.zeros((2 * number, self.rows.shape[1])))
@@ -161,7 +164,7 @@ class _Sequence:
                 came.append(source)
             state = self._run(events, *state)
         end = _flushed(*state)
-        if end[:number].min() >= end[number:].min() * (1 - WORTH / 2):
+        if end[:number].min() >= min(end[number:].min(), known) * (1 - WORTH / 2):
             return None
         path = [int(end[:number].argmin())]
         for source in reversed(came):

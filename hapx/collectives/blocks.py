@@ -7,7 +7,9 @@ so pieces are put together unit by unit: reshape dim to outer x units x inner, u
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -61,6 +63,8 @@ def reduce_scatter_shards(t: Tensor, block: Block, comm: Communicator, form: For
 def exchange_shards(t: Tensor, source: Block, target: Block, comm: Communicator) -> Tensor:
     """From shards along source.dim (whole along target.dim) to shards along target.dim (whole along source.dim). Both may be the
     same dim, cut differently."""
+    if replace(source, lengths=target.lengths) == target:
+        return _cut_again(t, source, target, comm)
     take, put = _routes(source, target, comm.rank, t.device)
     pieces = [t.index_select(target.dim, index) for index in take]
     shape = list(t.shape)
@@ -75,6 +79,19 @@ def exchange_shards(t: Tensor, source: Block, target: Block, comm: Communicator)
     for piece, index in zip(flat.split(receive), put, strict=True):
         result.index_copy_(source.dim, index, piece.reshape(*shape[: source.dim], len(index), *shape[source.dim + 1 :]))
     return result
+
+
+def _cut_again(t: Tensor, source: Block, target: Block, comm: Communicator) -> Tensor:
+    """The same units in other lengths: what goes to the ranks lies in their order, and so does what comes from them."""
+    send = _shared(source, comm.rank, target)
+    receive = _shared(target, comm.rank, source)
+    return _units_back(comm.all_to_all(_units_first(t, source, sum(send)), send, receive), target)
+
+
+def _shared(one: Block, rank: int, other: Block) -> list[int]:
+    """Units that a rank has of `one` and each rank of `other`."""
+    starts, others = (list(accumulate(b.lengths, initial=0)) for b in (one, other))
+    return [max(0, min(starts[rank + 1], b) - max(starts[rank], a)) for a, b in pairwise(others)]
 
 
 @lru_cache(maxsize=4096)

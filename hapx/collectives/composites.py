@@ -18,7 +18,7 @@ from hapx.collectives.cross_entropy import cross_entropy
 from hapx.collectives.dropout import alpha_dropout, attention_dropout, dropout
 from hapx.collectives.factors import addmm_sfb, convolution_sfb, embedding_sfb, linear_sfb, matmul_sfb
 from hapx.collectives.indexing import gather, index
-from hapx.collectives.losses import mean_loss, nll_loss
+from hapx.collectives.losses import mean_loss, nll_loss, sum_loss
 
 
 def embedding(weight: Tensor, indices: Tensor, padding_idx: int, offset: int) -> Tensor:
@@ -52,8 +52,8 @@ COMPOSITES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         f"hapx.{function.__name__}": function
         for function in (
-            embedding, gather, index, cross_entropy, nll_loss, mean_loss, batch_norm, instance_norm, mean, weight_norm, dropout, alpha_dropout,
-            attention_dropout, linear_sfb, matmul_sfb, addmm_sfb, convolution_sfb, embedding_sfb,
+            embedding, gather, index, cross_entropy, nll_loss, mean_loss, sum_loss, batch_norm, instance_norm, mean, weight_norm, dropout,
+            alpha_dropout, attention_dropout, linear_sfb, matmul_sfb, addmm_sfb, convolution_sfb, embedding_sfb,
         )
     }
 )  # fmt: skip

@@ -6,7 +6,7 @@ Invariant: the local parts sum to torch's loss of the whole, however unequal the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,22 @@ def mean_loss(operator: str, count: int, **arguments: Any) -> Tensor:
     """The mean of any loss that is computed row by row: its local rows, summed and divided by `count`, the number of rows on all devices.
 
     operator: the loss, "aten.l1_loss.default"; arguments: its own."""
+    total, dtype = _summed(operator, arguments)
+    return (total / count).to(dtype)
+
+
+def sum_loss(operator: str, **arguments: Any) -> Tensor:
+    """The sum of a loss that is computed row by row, as the sum of its local rows: zero where there are none. Arguments as of `mean_loss`."""
+    total, dtype = _summed(operator, arguments)
+    return total.to(dtype)
+
+
+def _summed(operator: str, arguments: Mapping[str, Any]) -> tuple[Tensor, torch.dtype]:
+    """The sum of the local rows in at least float32 (it overflows half precision where the mean does not), and the dtype of the loss."""
     name, _, overload = operator.removeprefix("aten.").partition(".")
     function: Callable[..., Tensor] = getattr(getattr(torch.ops.aten, name), overload)
     rows = function(**{**arguments, "reduction": NONE})
-    # at least float32: the sum overflows half precision where the mean does not
-    return (rows.sum(dtype=torch.promote_types(rows.dtype, torch.float32)) / count).to(rows.dtype)
+    return rows.sum(dtype=torch.promote_types(rows.dtype, torch.float32)), rows.dtype
 
 
 def nll_loss(

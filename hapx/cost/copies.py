@@ -9,6 +9,7 @@ Read from `hapx.collectives` and `hapx.runtime.gradients`:
     reduce_scatter   padded: unequal pieces are padded and put together, the own one is cloned; grouped: a clone of every piece;
                      point to point: m pieces are added up, here counted as the whole            4 whole + 2 shard; 2 whole; 3 whole
     all_to_all       pieces are selected, put together and put in their places       4 before + 2 after
+    re-cut           what goes and what comes lies in the order of the devices       nothing
     slice, pad       2 shard;  2 shard + 1 whole
     mask             a clone, or zeros                                               2 whole
     strided          units go to the front and back again                            2 shard + 2 whole more
@@ -22,7 +23,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hapx.plan import Form
-from hapx.states import REPLICATED, Placement, Sharded, State
+from hapx.states import REPLICATED, Placement, Sharded, State, is_recut
 from hapx.transposes import TRANSPOSES
 
 
@@ -55,6 +56,8 @@ _STRIDED = Copies(2.0, 2.0, 2.0)
 
 def copies(operation: str, form: Form, equal: bool, strided: bool) -> Copies:
     """Around one operation. equal: its pieces are equally long."""
+    if operation == "re-cut":
+        return _STRIDED if strided else NO_COPIES
     if operation in _OF_ANY_FORM:
         return _OF_ANY_FORM[operation]
     of_form = _GATHER if operation == "all_gather" else _SCATTER
@@ -64,6 +67,8 @@ def copies(operation: str, form: Form, equal: bool, strided: bool) -> Copies:
 
 def operations(source: State, target: State) -> tuple[str, str]:
     """What runs forward and backward when a tensor is converted along one axis."""
+    if is_recut(source, target):
+        return "re-cut", "re-cut"
     return TRANSPOSES[type(source), type(target)]
 
 

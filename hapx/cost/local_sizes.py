@@ -28,7 +28,7 @@ from hapx.cost.transients import (
 from hapx.ir import Graph, Kind, Node, TensorRef
 from hapx.layout import axis_lengths, local_shape
 from hapx.plan import Communication, Program
-from hapx.states import Placement, Property, Sharded
+from hapx.states import Placement, Property, Sharded, is_recut
 
 
 class LocalSizes:
@@ -118,7 +118,11 @@ class LocalSizes:
         if name not in ("all_gather", "reduce_scatter", "all_to_all"):
             return 0.0 * held
         if name == "all_to_all":
-            return exchange_buffers(held, made)
+            if not is_recut(step.source, step.target):
+                return exchange_buffers(held, made)
+            state = after.states[step.axis]  # where units are not consecutive, they go to the front and back again
+            assert isinstance(state, Sharded)
+            return held + made if rows_of(ref.shape, state.dim) > 1 or state.outer > 1 else 0.0 * held
         gathers = name == "all_gather"
         own, whole, cut = (held, made, before) if gathers else (made, held, after)
         state = cut.states[step.axis]

@@ -94,7 +94,7 @@ def forward_temporaries(graph: Graph, node: Node, body: OpCall) -> Sizes:
         return ()
     if body.target == "hapx.cross_entropy" and _axes(body, "classes"):
         return _times(graph, node, "self", 2.0)  # logits relative to the highest, and their exponentials
-    if body.target == "hapx.mean_loss":
+    if body.target in ("hapx.mean_loss", "hapx.sum_loss"):
         first = node.call.refs()[0]
         return ((first, float(graph.refs[first].bytes)),)  # the losses of all elements
     if body.target in ("hapx.batch_norm", "hapx.instance_norm") and _axes(body, "batch"):

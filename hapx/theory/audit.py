@@ -3,7 +3,7 @@
 In: the registry and its samples. Out: `AuditReport`.
 
 - *unsound*: a triple that `derive` claims for a sample's one-node graph and that fails when it is executed, on 2 and 3 devices with
-  uneven and zero lengths (operators with composites also on 2x2);
+  uneven and zero lengths (operators with composites also on 2x2); memory that a kernel does not write holds NaN;
 - *missing*: a combination of operand and output states that holds when the plain local body is executed, on all settings, and that
   follows from no claimed triple by free conversions.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 
@@ -33,6 +34,8 @@ from hapx.theory.settings import Setting, grid, line
 
 # entries without composites that are also executed on two axes: linear, reshapes and blocks nest in interesting ways
 ALSO_ON_GRID = frozenset({"aten.mm.default", "aten.view.default", "aten.split.Tensor", "aten.add.Tensor"})
+# kernels that say in torch's deterministic mode, at every call, that they have no deterministic form
+OUTSPOKEN = frozenset({"aten.put.default", "aten.max_unpool2d.default", "aten.max_unpool3d.default"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,27 @@ def representatives() -> tuple[str, ...]:
     return tuple(found.values())
 
 
+@contextmanager
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """A kernel that returns what it finds in memory (some do without rows) is wrong every time, not by chance: torch fills new tensors so in its
+    deterministic mode."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
 def _audit_target(target: str, quick: bool, search: bool) -> EntryReport:
+    with uninitialised_memory_is_nan() if target not in OUTSPOKEN else nullcontext():
+        return _audited(target, quick, search)
+
+
+def _audited(target: str, quick: bool, search: bool) -> EntryReport:
     found = samples_of(target)
     if quick:
         found = tuple({s.call.target: s for s in reversed(found)}.values())
@@ -331,4 +354,14 @@ def _reason(sample: Sample, case: Truth, pre: Sequence[Placement], post: Sequenc
     return sample.excuse
 
 
-__all__ = ["AuditReport", "EntryReport", "Finding", "audit", "coverage", "overloads", "representatives", "triple_failure"]
+__all__ = [
+    "AuditReport",
+    "EntryReport",
+    "Finding",
+    "audit",
+    "coverage",
+    "overloads",
+    "representatives",
+    "triple_failure",
+    "uninitialised_memory_is_nan",
+]

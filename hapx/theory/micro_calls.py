@@ -35,7 +35,7 @@ class Way(Enum):
 
 
 WAYS: Mapping[str, Way] = {
-    "hapx.mean": Way.SHARES, "hapx.mean_loss": Way.SHARES, "hapx.batch_norm": Way.MIXES, "hapx.instance_norm": Way.PLAIN,
+    "hapx.mean": Way.SHARES, "hapx.mean_loss": Way.SHARES, "hapx.sum_loss": Way.PLAIN, "hapx.batch_norm": Way.MIXES, "hapx.instance_norm": Way.PLAIN,
     "hapx.dropout": Way.DRAWS, "hapx.alpha_dropout": Way.DRAWS, "hapx.attention_dropout": Way.DRAWS, "hapx.weight_norm": Way.PLAIN,
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_the_registry_names_every_composite():
-    names = {"embedding", "cross_entropy", "batch_norm", "mean", "mean_loss", "nll_loss", "linear_sfb", "dropout", "attention_dropout"}
+    names = {"embedding", "cross_entropy", "batch_norm", "mean", "mean_loss", "sum_loss", "nll_loss", "linear_sfb", "dropout", "attention_dropout"}
     names |= {"gather", "index", "instance_norm", "weight_norm", "alpha_dropout", "matmul_sfb", "addmm_sfb", "convolution_sfb", "embedding_sfb"}
     assert set(COMPOSITES) == {f"hapx.{n}" for n in names}
 
@@ -259,6 +259,18 @@ def test_the_mean_of_a_loss_is_its_local_sum_over_the_global_count(loss):
 
     inputs = ((randn(6, 4), held, True), (randn(6, 4, seed=1).abs() + 0.1, held, False))
     Case(inputs, PAR, operator, getattr(torch.ops.aten, loss).default).check(3)
+
+
+@pytest.mark.parametrize("loss", ["multi_margin_loss", "multilabel_margin_loss"])
+def test_the_sum_of_a_loss_is_that_of_its_local_rows(loss):
+    function = getattr(torch.ops.aten, loss).default
+    target = torch.randint(0, 4, (6,) if loss == "multi_margin_loss" else (6, 4), generator=torch.Generator().manual_seed(3))
+    held = sharded(0, (5, 0, 1))
+
+    def operator(comm, x, y):
+        return composite("sum_loss")(operator=f"aten.{loss}.default", self=x, target=y, reduction=2)
+
+    Case(((randn(6, 4), held, True), (target, held, False)), PAR, operator, lambda x, y: function(x, y, reduction=2)).check(3)
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -11,7 +12,7 @@ from hapx.collectives import Conversion, run_threads
 from hapx.errors import PlanError
 from hapx.layout import Block
 from hapx.plan import Communication, Form
-from hapx.states import INVARIANT, PARTIAL, REPLICATED, Sharded
+from hapx.states import INVARIANT, PARTIAL, REPLICATED, Row, Sharded
 from hapx.transposes import COLLECTIVES, TRANSPOSES, backward_collective, forward_collective
 from support.local_tensors import Case, Held, indices_of, sharded, whole
 
@@ -65,6 +66,16 @@ def test_one_dim_cut_in_another_way(lengths):
     e = torch.randn(2, 24, dtype=torch.float64)
     conversion_case(e, sharded(1, lengths[0], outer=3, inner=2), sharded(1, lengths[1], outer=1, inner=6)).check(3)
     conversion_case(e, sharded(1, lengths[0], outer=3, inner=2), sharded(1, lengths[1], outer=2, inner=3)).check(3)
+
+
+@pytest.mark.parametrize("lengths", [((3, 0, 1), (1, 2, 1)), ((0, 4, 0), (2, 1, 1)), ((1, 1, 2), (0, 0, 4)), ((2, 1, 1), (2, 1, 1))])
+@pytest.mark.parametrize(("dim", "outer", "inner"), [(0, 1, 1), (0, 3, 2), (1, 1, 1), (1, 2, 3)])
+def test_one_split_in_other_lengths(lengths, dim, outer, inner):
+    size = 4 * outer * inner
+    e = torch.randn((size, 3) if dim == 0 else (2, size, 3), dtype=torch.float64)
+    one, other = (sharded(dim, own, outer=outer, inner=inner) for own in lengths)
+    again = Held(replace(other.state, cut=replace(other.state.cut, row=Row("compute", 1, 0))), other.block)
+    conversion_case(e, one, again).check(3)
 
 
 WRONG_BACKWARD = [

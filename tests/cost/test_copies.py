@@ -9,7 +9,7 @@ from hapx.cost.copies import NO_COPIES, copies
 from hapx.cost.model import CostModel
 from hapx.ir import Kind, TensorRef
 from hapx.plan import Communication, Form, Mesh
-from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Sharded, State
+from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Row, Sharded, State
 from support.theories import cluster, described, device_type, flat, mlp, two_level
 
 GB, LAUNCH = 1e9, 1e-3
@@ -52,6 +52,18 @@ def test_equal_pieces_lie_where_they_belong_and_unequal_ones_are_put_together() 
 def test_pieces_of_inner_dims_are_put_in_order() -> None:
     equal = model(1e12, 1e12)
     assert compute(equal, tensor(), cut(equal, 1), INVARIANT, Form.PADDED) == pytest.approx((0.5 + 2.0 + 2.0, 1.5))
+
+
+def test_what_is_cut_again_lies_in_the_order_of_the_devices() -> None:
+    unlike = model(1e12, 2e12)
+
+    def again(dim: int) -> tuple[Sharded, Sharded]:
+        return Sharded(dim, 1, 1, Cut(Row("compute", 0, 0), 250)), Sharded(dim, 1, 1, Cut(Row("compute", 1, 0), 250))
+
+    assert compute(unlike, tensor(), *again(0)) == (0.0, 0.0)
+    assert compute(unlike, tensor(), *again(1)) == pytest.approx((1.0 + 2.0, 1.0 + 2.0)), "units of inner dims go to the front and back again"
+    exchanged = compute(unlike, tensor(), cut(unlike, 0), cut(unlike, 1))
+    assert exchanged == pytest.approx((1.5 + 3.0, 1.5 + 3.0)), "from one dim to another, pieces are selected, put together and put in their places"
 
 
 def test_gradients_pass_a_bucket_once_whatever_the_number_of_axes() -> None:

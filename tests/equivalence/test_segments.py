@@ -81,8 +81,8 @@ def test_a_batch_that_two_axes_split_is_cut_again() -> None:
 
 PLANNED = {
     "2": (unlike(["counter", "mover"]), "flat", 0.95),
-    "4": (unlike(["counter", "counter"], ["mover", "mover"]), "flat", 0.97),
-    "2x2": (unlike(["counter", "counter"], ["mover", "mover"]), "2x2", 0.97),
+    "4": (unlike(["counter", "counter"], ["mover", "mover"]), "flat", 0.96),
+    "2x2": (unlike(["counter", "counter"], ["mover", "mover"]), "2x2", 0.92),
 }
 
 
@@ -92,12 +92,11 @@ def batches(step: int) -> tuple[Tensor]:
 
 @pytest.mark.parametrize("name", PLANNED)
 def test_segments_pay_where_devices_differ_by_operator(name: str) -> None:
-    """The planner frees the border between products and chains of small operators; the plan is faster in the simulator and trains as one device.
-    (What crosses the border is cut again or made whole, whichever is cheaper.)"""
+    """The planner frees the border between products and chains of small operators; the plan is faster in the simulator and trains as one device."""
     cluster, mesh, least = PLANNED[name]
     model, inputs = TwoParts, TwoParts().example(96)
     tied, freed = (plan_module(model(), cluster, inputs, strategy=Restriction(mesh=mesh, segments=s)) for s in ("none", "auto"))
-    assert freed.graphs[freed.first].segments > 1
+    assert freed.graphs[freed.first].segments > 1 and recuts(freed) > 0
     assert simulate(freed).total == pytest.approx(freed.iteration_time) and freed.iteration_time < least * tied.iteration_time
     verify(freed)
     uses = assert_equivalent(model, batches, freed)
@@ -107,5 +106,5 @@ def test_segments_pay_where_devices_differ_by_operator(name: str) -> None:
 @pytest.mark.gloo
 def test_segments_over_processes() -> None:
     plan = plan_module(TwoParts(), unlike(["counter"], ["mover"]), TwoParts().example(96), micro_batches=1)
-    assert plan.graphs[plan.first].segments > 1
+    assert recuts(plan) > 0
     assert_equivalent(TwoParts, batches, plan, mode="gloo")

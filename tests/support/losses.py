@@ -117,6 +117,7 @@ class Terms(Seeded):
             F.soft_margin_loss(a, b.detach().sign()),
         ]
         terms += [F.cosine_embedding_loss(a, b, sign), F.triplet_margin_loss(a, b, a * b), F.multi_margin_loss(a, label)]
+        terms += [F.multi_margin_loss(b, label, reduction="sum"), F.multilabel_margin_loss(b, (b > 0).long(), reduction="sum")]
         terms += [F.hinge_embedding_loss(a, sign[:, None].expand_as(a)), F.margin_ranking_loss(a[:, 0], b[:, 1], sign, margin=0.1)]
         terms += [F.binary_cross_entropy(a.sigmoid(), (label[:, None] == torch.arange(CLASSES)).double(), reduction="sum")]
         return torch.stack(terms).sum() + 1e-2 * (a.norm(dim=-1).mean() + F.pairwise_distance(a, b).mean() + torch.cdist(a, b).mean())

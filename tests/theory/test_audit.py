@@ -14,6 +14,7 @@ from hapx.ir import OpCall
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Placement
 from hapx.theory.audit import AuditReport, audit, coverage, overloads, representatives
 from hapx.theory.derive import derive
+from hapx.theory.ops import losses
 from hapx.theory.probe import complete, deal, in_placement, truth
 from hapx.theory.registry import REGISTRY, lookup
 from hapx.theory.samples import SAMPLES, UNSAMPLED, Reason, sample, t
@@ -71,6 +72,17 @@ def test_what_is_true_of_every_entry_is_claimed() -> None:
     assert report.entries == len({id(lookup(s.call)) for s in SAMPLES}) >= 70
     assert report.true > 10 * report.entries
     check(report, 0.02)
+
+
+def test_kernels_that_return_what_they_find_in_memory_are_found_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    margins = ["aten.multi_margin_loss.default", "aten.multilabel_margin_loss.default"]
+    assert audit(margins, missing=False).unsound == ()
+    monkeypatch.setattr(losses, "SUMMED_BY_ROWS", frozenset())
+    for _ in range(3):
+        found = audit(margins, missing=False).unsound
+        assert len(found) == 6 and all("reduction=2" in f.sample and "not P" in f.detail for f in found)
+    assert torch.are_deterministic_algorithms_enabled() == before
 
 
 def test_bodies_call_no_composites_but_those_their_entries_name() -> None:

@@ -137,6 +137,7 @@ class Terms(Seeded):
             cross,
             F.cross_entropy(b, a.softmax(-1)),  # probabilities as targets: the count is the number of samples
             F.mse_loss(a, b, reduction="sum") * 0.1,
+            F.multi_margin_loss(b, label.clamp(min=0), reduction="sum") * 0.1,
             (start + a).square().sum() / x.shape[0],
             b.mean(dim=(0, 1)) + a.mean(0).sum() + a.std(1).mean(),
             F.binary_cross_entropy_with_logits(b, flags, weight=mask.to(a.dtype), pos_weight=torch.full((4,), 2.0, dtype=a.dtype)),

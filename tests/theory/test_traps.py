@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 from hapx.ir import OpCall
 from hapx.plan import LocalIndices, LocalShape, Triple
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Placement, Sharded, State
+from hapx.theory.audit import uninitialised_memory_is_nan
 from hapx.theory.derive import derive
+from hapx.theory.ops import losses
 from hapx.theory.probe import deal, failure, piece, run_all, truth
-from hapx.theory.samples import Sample, booleans, ids, positive, sample, t
+from hapx.theory.samples import SAMPLES, Sample, booleans, ids, positive, sample, t
 from hapx.theory.settings import Setting, line
 from support.claims import bodies, claims
 
@@ -71,6 +75,41 @@ def test_a_mean_loss_counts_what_is_not_ignored_on_all_devices() -> None:
     assert bodies(loss)[rule] == "hapx.cross_entropy"
     assert fails(loss, ("S0", "S0"), (PARTIAL,), line(2)) is not None
     assert dict(only_triple(loss, rule).body.args)["batch"].axes == (0,)  # type: ignore[union-attr]
+
+
+CLASS_LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss2d", "aten.nll_loss_nd")
+LABELS = {"multi_margin_loss": ids(4, limit=7), "multilabel_margin_loss": ids(4, 7, limit=7)}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_a_kernel_that_sums_no_rows_to_anything_is_not_asked_to(name: str) -> None:
+    of = {r: bodies(sample(name, self=t(4, 7), target=LABELS[name], reduction=r)) for r in (0, 1, 2)}
+    assert {r: set(found.values()) for r, found in of.items()} == {
+        0: {f"aten.{name}.default"}, 1: {f"aten.{name}.default", "hapx.mean_loss"}, 2: {f"aten.{name}.default", "hapx.sum_loss"},
+    }  # fmt: skip
+    assert of[2]["S0[4] S0[4] -> P"] == "hapx.sum_loss" and of[2]["R R -> R"] == f"aten.{name}.default"
+
+
+def test_reduced_losses_of_no_rows_are_zero() -> None:
+    """Exactly, and so are their gradients, whatever the memory that they are written to holds."""
+    setting, ones = line(2, zero=0), [torch.ones((), dtype=torch.float64)] * 2
+    seen: Counter[str] = Counter()
+    for s in SAMPLES:
+        if not (set(CLASS_LOSSES) | set(losses.ROW_BY_ROW)) & {s.call.op} or (case := truth(s)).outputs[0].shape:
+            continue
+        for triple in derive(case.graph, setting.mesh).triples[0]:
+            assert isinstance(triple.body, OpCall)
+            pre, post = (tuple(p.placement for p in ps) for ps in (triple.pre, triple.post))
+            first = pre[0].states[0]
+            if PARTIAL not in post[0].states or not isinstance(first, Sharded) or first.dim != 0 or len(case.refs[0].shape) < 2:
+                continue
+            dealt = [deal(x, p, setting, torch.Generator().manual_seed(0)) for x, p in zip(case.operands, pre, strict=True)]
+            with uninitialised_memory_is_nan():
+                run = run_all(triple.body, case, dealt, [ones], post, setting)[0]
+            assert run.outputs[0] == 0, f"{s} {triple}"
+            assert all(g is None or bool((g == 0).all()) for g in run.gradients), f"{s} {triple}"
+            seen[s.call.op] += 1
+    assert set(seen) == {*CLASS_LOSSES, *losses.ROW_BY_ROW}, "every loss was seen"
 
 
 @pytest.mark.parametrize("name", ["softmax.int", "log_softmax.int"])

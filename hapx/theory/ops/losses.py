@@ -140,6 +140,9 @@ ROW_BY_ROW: Mapping[str, tuple[str, str]] = {
     "aten.multilabel_margin_loss": ("self: b C, target: b C -> b", ""),
 }
 
+# torch's kernels of these return uninitialised memory for the sum of no rows
+SUMMED_BY_ROWS = frozenset({"aten.multi_margin_loss", "aten.multilabel_margin_loss"})
+
 
 def _fits(context: Context, text: str) -> bool:
     """Whether the call has the ranks of the signature. (The margin losses also take one sample without a batch.)"""
@@ -159,15 +162,16 @@ def row_by_row_rules(context: Context) -> Iterable[Rule]:
         return  # torch's kernels divide the gradient of a mean by the size of what is broadcast
     operands, _, rows = text.partition("->")
     indices = " ".join(f"*{i}" for i in range(1, MAX_DIMS + 1)) if "*" in rows else rows
+    variant = "mean" if reduction == MEAN else "sum" if context.call.op in SUMMED_BY_ROWS else ""
     for rule in signature_rules(f"{operands}->", sum=indices, linear=linear)(context):
-        yield replace(rule, variant="mean") if rule.divides and reduction == MEAN else rule
+        yield replace(rule, variant=variant) if rule.divides else rule
 
 
 def row_by_row_body(local: LocalCall) -> OpCall:
     call = local.node.call
-    if not local.axes("mean"):
-        return call
-    return OpCall("hapx.mean_loss", (("operator", call.target), ("count", _rows(local)), *call.args))
+    if local.axes("mean"):
+        return OpCall("hapx.mean_loss", (("operator", call.target), ("count", _rows(local)), *call.args))
+    return OpCall("hapx.sum_loss", (("operator", call.target), *call.args)) if local.axes("sum") else call
 
 
 def _rows(local: LocalCall) -> int:
@@ -190,7 +194,7 @@ register(
         row_by_row_rules,
         row_by_row_body,
         linear="weight (of those that have one)",
-        composites=("hapx.mean_loss",),
+        composites=("hapx.mean_loss", "hapx.sum_loss"),
     )
 )
 
