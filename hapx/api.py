@@ -50,7 +50,8 @@ def plan(
 ) -> Plan:  # fmt: skip
     """The fastest distributed training program found for `module` on `cluster`. Needs no process group and no real weights (`meta`
     works); the module is not changed. Under `torch.autocast` it is the program for calls under that autocast. `remat`: "blocks" computes
-    repeated blocks again in backward, "auto" does so where nothing fits into memory otherwise. `progress` is called with a
+    repeated blocks again in backward, "auto" does so where nothing fits into memory otherwise. `micro_batches`: of a pipeline; with "auto" there
+    is none where operators mix the samples of a batch, since these would see one micro-batch at a time. `progress` is called with a
     `hapx.progress.Progress` now and then. Raises CaptureError, ClusterSpecError,
     InsufficientMemoryError and other HapErrors."""
     from hapx.planner import plan_module  # the planner is not needed to run a plan
