@@ -27,6 +27,7 @@ from hapx.collectives.messages import create_messenger
 from hapx.errors import HapError, LaunchError, PlanError
 from hapx.graph.capture import capture
 from hapx.graph.capture_inputs import Inputs, bind_inputs
+from hapx.graph.capture_refusals import refuse_lazy
 from hapx.ir import FLOATING, Graph
 from hapx.plan import Plan, ProgramKey
 from hapx.progress import Watcher
@@ -423,6 +424,7 @@ def _shapes(key: ProgramKey) -> str:
 
 def _meta_twin(module: nn.Module) -> nn.Module:
     """A copy of the module without values: later programs are captured from it, when the module holds pieces only."""
+    refuse_lazy(module)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)

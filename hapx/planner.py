@@ -312,7 +312,7 @@ def plan_module(
     """Captures a module and plans it: as one program on all devices, and, where the strategy allows several stages, as a pipeline. micro_batches: of
     a pipeline; 1: no pipeline; "auto": as many as suit, and no pipeline where an operator mixes the samples of a batch (batch norm, a contrastive
     loss), since that would train differently. Never reads or changes the module's values."""
-    if micro_batches != "auto" and (not isinstance(micro_batches, int) or micro_batches < 1):
+    if micro_batches != "auto" and (not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1):
         raise HapError(f"micro_batches={micro_batches!r}", where="plan", allowed='"auto", or a number that divides the batch')
     rule = with_remat(restriction(strategy), remat)  # wrong names are reported before the long part
     from hapx.graph.capture import capture  # torch is needed only to capture
