@@ -12,6 +12,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from hapx.cluster.spec import ClusterSpec
+from hapx.cluster.units import show
 from hapx.cost.memory import RESERVE, states_of
 from hapx.cost.remat import with_blocks
 from hapx.errors import InsufficientMemoryError
@@ -57,7 +58,7 @@ def _larger(error: InsufficientMemoryError, setting: Setting, attempt: Attempt) 
             types[name] = max(types.get(name, 0), ceil(needs / (1 - RESERVE) / MIB) * MIB)
         failure = attempt(replace(setting, cluster=_with_memory(setting.cluster, types)))
         if failure is None:
-            return " and ".join(f"{size / 2**30:.3g} GiB on each {name}" for name, size in types.items())
+            return " and ".join(f"{show(size, 'size', 4)} on each {name}" for name, size in types.items())
     return None
 
 

@@ -27,6 +27,7 @@ from hapx.collectives.messages import create_messenger
 from hapx.errors import HapError, LaunchError, PlanError
 from hapx.graph.capture import capture
 from hapx.graph.capture_inputs import Inputs, bind_inputs
+from hapx.graph.capture_refusals import refuse_lazy
 from hapx.ir import FLOATING, Graph
 from hapx.plan import Plan, ProgramKey
 from hapx.progress import Watcher
@@ -50,7 +51,8 @@ def plan(
 ) -> Plan:  # fmt: skip
     """The fastest distributed training program found for `module` on `cluster`. Needs no process group and no real weights (`meta`
     works); the module is not changed. Under `torch.autocast` it is the program for calls under that autocast. `remat`: "blocks" computes
-    repeated blocks again in backward, "auto" does so where nothing fits into memory otherwise. `progress` is called with a
+    repeated blocks again in backward, "auto" does so where nothing fits into memory otherwise. `micro_batches`: of a pipeline; with "auto" there
+    is none where operators mix the samples of a batch, since these would see one micro-batch at a time. `progress` is called with a
     `hapx.progress.Progress` now and then. Raises CaptureError, ClusterSpecError,
     InsufficientMemoryError and other HapErrors."""
     from hapx.planner import plan_module  # the planner is not needed to run a plan
@@ -422,6 +424,7 @@ def _shapes(key: ProgramKey) -> str:
 
 def _meta_twin(module: nn.Module) -> nn.Module:
     """A copy of the module without values: later programs are captured from it, when the module holds pieces only."""
+    refuse_lazy(module)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hapx.cluster.units import show
 from hapx.cost.liveness import Peak, all_in_flight, peak
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
@@ -60,9 +61,9 @@ class Fitting:
         moment = next(m for m, own in zip(found.moments, exact.kinds, strict=True) if set(own) & set(self.costs.kinds[kind]))
         mesh, axis = self.theory.mesh, self.theory.mesh.uneven or 0
         devices = [d for d in mesh.devices if mesh.coordinates(d)[axis] in self.costs.kinds[kind]]
-        needs, has = highest[kind] / 2**30, self.capacity[kind] / 2**30
+        needs, has, lack = (show(float(n), "size") for n in (highest[kind], self.capacity[kind], highest[kind] - self.capacity[kind]))
         return InsufficientMemoryError(
-            f"no program fits: the smallest needs {needs:.3g} GiB there ({moment}) and {has:.3g} GiB is free; {needs - has:.3g} GiB lack",
+            f"no program fits: the smallest needs {needs} there ({moment}) and {has} is free; {lack} lack",
             where=f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}",
             needs={d: highest[k] for k, own in enumerate(self.costs.view.devices) for d in own if highest[k] > self.capacity[k]},
         )

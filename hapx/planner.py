@@ -27,7 +27,7 @@ from hapx.cluster.spec import ClusterSpec
 from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
-from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.errors import CaptureError, HapError, InsufficientMemoryError, PlanError
 from hapx.fitting import within
 from hapx.graph.borders import candidate_segments, carried, numbered
 from hapx.ir import Graph, Kind
@@ -323,8 +323,9 @@ def plan_module(
     progress: Watcher | None = None,
 ) -> Plan:  # fmt: skip
     """Captures a module and plans it: as one program on all devices, and, where the strategy allows several stages, as a pipeline. micro_batches: of
-    a pipeline; 1: no pipeline. Never reads or changes the module's values."""
-    if micro_batches != "auto" and (not isinstance(micro_batches, int) or micro_batches < 1):
+    a pipeline; 1: no pipeline; "auto": as many as suit, and no pipeline where an operator mixes the samples of a batch (batch norm, a contrastive
+    loss), since that would train differently. Never reads or changes the module's values."""
+    if micro_batches != "auto" and (not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1):
         raise HapError(f"micro_batches={micro_batches!r}", where="plan", allowed='"auto", or a number that divides the batch')
     rule = with_remat(restriction(strategy), remat)  # wrong names are reported before the long part
     from hapx.graph.capture import capture  # torch is needed only to capture
@@ -336,7 +337,11 @@ def plan_module(
         raise HapError(f"micro_batches={micro_batches}", where="plan", allowed=f"a divisor of the batch of {graph.batch}")
 
     def part(number: int) -> Graph:
-        return normalised(capture(module, first_rows(example_inputs, graph.batch, graph.batch // number), loss_fn=loss_fn), graph)
+        try:
+            own = capture(module, first_rows(example_inputs, graph.batch, graph.batch // number), loss_fn=loss_fn)
+        except CaptureError as error:
+            raise _without_parts(error, graph.batch, number, asked_for=micro_batches != "auto") from error
+        return _exact(normalised(own, graph)) if micro_batches == "auto" else normalised(own, graph)
 
     def smaller(setting: Setting) -> Iterator[str]:
         return _smaller_batch(setting, example_inputs, lambda inputs: capture(module, inputs, loss_fn=loss_fn))
@@ -353,6 +358,24 @@ def plan_module(
 
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
     return plan_with_stages(asked, whole, part, micro_batches if isinstance(micro_batches, int) else None)
+
+
+def _without_parts(error: CaptureError, batch: int, number: int, *, asked_for: bool) -> HapError:
+    """A model whose parts of a batch cannot be captured, though the batch can: asked for, that is the user's to know; else there is no pipeline."""
+    if not asked_for:
+        return PlanError(error.what)
+    return CaptureError(
+        f"the model takes a batch of {batch}, but not one of {batch // number}: {error.what}", where=f"micro_batches={number}",
+        allowed="fewer, larger micro-batches", hint=f"the line is {error.where}" if error.where else None,
+    )  # fmt: skip
+
+
+def _exact(graph: Graph) -> Graph:
+    """The graph of a micro-batch. Raises PlanError where the micro-batches would not train as the whole batch does: that is never chosen unasked."""
+    if graph.micro_batches is not None and graph.micro_batches.mixing:
+        target, source = graph.micro_batches.mixing[0]
+        raise PlanError(f"{target} mixes the samples of a batch", where=source, hint="micro_batches=<a number> plans a pipeline all the same")
+    return graph
 
 
 def _smaller_batch(setting: Setting, example_inputs: Any, captured: Callable[[Any], Graph]) -> Iterator[str]:

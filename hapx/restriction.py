@@ -58,6 +58,18 @@ class Restriction:
 
 
 AUTO = Restriction(max_stages=64)
+FORMS = ("padded", "grouped", "point_to_point")
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "ratios": ("balanced", "even", "speed"),
+        "storage": ("auto", "as-used", "sharded", "sharded-keep", "sharded-free"),
+        "split": ("auto", "batch", "model"),
+        "sfb": ("auto", "never", "always"),
+        "remat": REMAT,
+        "segments": ("auto", "none"),
+    }
+)
+OTHERS = MappingProxyType({"ratios": "shares, one number per coordinate of the uneven axis", "segments": "a number from 1 on, paths of modules"})
 
 BASELINES: Mapping[str, Restriction] = MappingProxyType(
     {
@@ -74,14 +86,43 @@ BASELINES: Mapping[str, Restriction] = MappingProxyType(
 
 
 def restriction(strategy: str | Restriction) -> Restriction:
-    """The restriction a user's `strategy=` means. Raises HapError for an unknown name."""
+    """The restriction a user's `strategy=` means. Raises HapError for an unknown name, and for words that a restriction does not know."""
     if isinstance(strategy, Restriction):
-        return strategy
+        return _checked(strategy)
     if strategy not in BASELINES:
         near = get_close_matches(str(strategy), BASELINES, 1)
         hint = f"did you mean {near[0]}?" if near else None
         raise HapError(f"unknown strategy {strategy!r}", where="strategy", allowed=", ".join(BASELINES) + ", or a hapx.Restriction", hint=hint)
     return BASELINES[strategy]
+
+
+def _checked(rule: Restriction) -> Restriction:
+    """The restriction. Raises HapError for a value that means nothing: a misspelt word would restrict nothing."""
+    for name, choices in CHOICES.items():
+        value, others = getattr(rule, name), OTHERS.get(name)
+        if value not in choices and not (others and _is_other(name, value)):
+            allowed = ", ".join([*map(repr, choices), *([others] if others else [])])
+            raise _unknown(name, value, allowed, get_close_matches(str(value), choices, 1))
+    wrong = sorted(set(rule.forms) - set(FORMS))
+    if wrong or not rule.forms:
+        allowed = "one or more of " + ", ".join(map(repr, FORMS))
+        raise _unknown("forms", wrong[0] if wrong else set(), allowed, get_close_matches(str(wrong[0]), FORMS, 1) if wrong else [])
+    if not _is_number(rule.max_stages):
+        raise _unknown("max_stages", rule.max_stages, "a number from 1 on", [])
+    return rule
+
+
+def _unknown(name: str, value: object, allowed: str, near: list[str]) -> HapError:
+    return HapError(f"{name}={value!r}", where="restriction", allowed=allowed, hint=f"did you mean {near[0]!r}?" if near else None)
+
+
+def _is_other(name: str, value: object) -> bool:
+    """Whether a value is one of those that are no words; explicit shares are compared with the mesh later, paths with the model."""
+    return isinstance(value, tuple) or (name == "segments" and _is_number(value))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def with_remat(rule: Restriction, remat: str) -> Restriction:

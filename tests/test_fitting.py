@@ -120,16 +120,18 @@ def test_the_error_says_what_lacks_and_what_helps():
     """Every suggestion is carried out."""
     graph = layers(rows=8, width=256)
     memory = card(0.9 * peak(graph, DP))
-    with pytest.raises(InsufficientMemoryError, match=r"devices 0, 1: no program fits: .* lack; what fits: ") as raised:
+    with pytest.raises(
+        InsufficientMemoryError, match=r"devices 0, 1: no program fits: .* needs [\d.]+ MiB there .* [\d.]+ KiB lack; what fits: "
+    ) as raised:
         plan_graphs([graph], devices(memory, memory), strategy=DP)
     hint = raised.value.hint or ""
     assert 'strategy="auto"' in hint and fits(plan_graphs([graph], devices(memory, memory), strategy="auto"))
     assert "SGD with momentum instead of adamw" in hint
     assert fits(plan_graphs([graph], devices(memory, memory), strategy=DP, optimizer="sgd-momentum"))
     assert "remat" not in hint  # there are no blocks
-    needed = re.search(r"([\d.]+) GiB on each card", hint)
+    needed = re.search(r"([\d.]+) MiB on each card", hint)
     assert needed is not None
-    assert fits(plan_graphs([graph], devices(*[round(float(needed[1]) * 2**30 * 1.01)] * 2), strategy=DP))
+    assert fits(plan_graphs([graph], devices(*[round(float(needed[1]) * 2**20 * 1.01)] * 2), strategy=DP))
 
 
 def test_a_smaller_batch_is_tried():

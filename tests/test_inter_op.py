@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import hapx
 from hapx.alternation import Setting
-from hapx.errors import HapError
+from hapx.errors import CaptureError, HapError
 from hapx.graph.capture import capture
 from hapx.inter_op import at_full_speed, numbers_of_micro_batches
 from hapx.planner import key_of
@@ -19,6 +23,7 @@ from hapx.restriction import AUTO
 from hapx.stage_prices import Asker
 from hapx.stages.clustering import find_layers
 from hapx.stages.submeshes import shape_of
+from hapx.theory.normalise import MixedSamplesWarning
 from support.clusters import slow_devices
 from support.models import GPT
 from support.staged import micro_graph
@@ -57,6 +62,50 @@ def test_the_number_of_micro_batches_may_be_given() -> None:
         hapx.plan(model, SLOW, model.example(16), micro_batches=3)
     assert numbers_of_micro_batches(16, SLOW) == (16, 8)
     assert numbers_of_micro_batches(1, SLOW) == ()
+
+
+def contrastive() -> nn.Module:
+    """A deep encoder whose samples are compared with each other."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.body(x)
+            return F.cross_entropy(y @ y.T, torch.arange(x.shape[0]))
+
+    return Model()
+
+
+def with_batch_norm() -> nn.Module:
+    """The same, each sample for itself but for a batch norm, which refuses a single sample."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), *(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x).square().mean()
+
+    return Model()
+
+
+@pytest.mark.parametrize("model", [contrastive, with_batch_norm])
+def test_what_mixes_samples_becomes_a_pipeline_only_if_asked_for(model: Callable[[], nn.Module]) -> None:
+    inputs = (torch.randn(8, 64),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(hapx.plan(model(), SLOW, inputs).stages) == 1
+    with pytest.warns(MixedSamplesWarning, match="with 4 micro-batches training equals one device that runs the same micro-batches"):
+        assert len(hapx.plan(model(), SLOW, inputs, micro_batches=4).stages) > 1
+
+
+def test_micro_batches_that_the_model_refuses() -> None:
+    with pytest.raises(CaptureError, match=r"^micro_batches=8: the model takes a batch of 8, but not one of 1: .*allowed: fewer, larger"):
+        hapx.plan(with_batch_norm(), SLOW, (torch.randn(8, 64),), micro_batches=8)
 
 
 def test_answers_are_near_what_is_planned() -> None:

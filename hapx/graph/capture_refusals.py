@@ -1,8 +1,8 @@
 """What a captured program would leave out without a word: found before or while a model is traced, and refused.
 
 In: a module, the calls that forward makes, the world before and after it. Out: nothing, or a CaptureError that names the user's line. Refused
-are wrappers inside of the model, hooks that change gradients, gradients that forward itself computes, changes of global variables and
-closures, and random numbers of Python, numpy or torch that a captured program would freeze.
+are wrappers inside of the model, parameters without a shape, hooks that change gradients, gradients that forward itself computes, changes
+of global variables and closures, and random numbers of Python, numpy or torch that a captured program would freeze.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from hapx.errors import CaptureError
 
@@ -39,7 +40,7 @@ PLAIN = (bool, int, float, str, tuple, list, dict, set, type(None))
 
 
 def check_modules(module: nn.Module) -> None:
-    """Refuse wrappers inside of the model, and hooks on gradients."""
+    """Refuse wrappers inside of the model, parameters without a shape, and hooks on gradients."""
     for name, part in module.named_modules():
         if name and (kind := type(part).__name__) in WRAPPERS:
             raise CaptureError(
@@ -48,9 +49,20 @@ def check_modules(module: nn.Module) -> None:
             )  # fmt: skip
         if part._backward_hooks or part._backward_pre_hooks:
             raise _hooked(f"module {name!r}" if name else "the model", type(module).__name__)
+    refuse_lazy(module)
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise _hooked(f"parameter {name!r}", type(module).__name__)
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Refuse parameters and buffers of lazy modules that have no shape yet."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise CaptureError(
+                f"{name!r} has no shape yet", where=type(module).__name__, allowed="modules whose parameters are made",
+                hint="call a lazy module once with an example before",
+            )  # fmt: skip
 
 
 def _hooked(what: str, where: str) -> CaptureError:

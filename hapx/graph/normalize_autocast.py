@@ -92,7 +92,7 @@ class Policies:
         dtypes = {t.dtype for t in tensors_in(tuple(values.values())) if t.dtype in CASTABLE}
         if not dtypes:
             return None
-        key = (op, lower, values.get("dtype"), len(dtypes) > 1)
+        key = (op, lower, len(dtypes) > 1, *(_asked(v) for v in values.values()))  # an einsum is a product or not by its equation and sizes
         if key not in self._known:
             self._known[key] = self._ask(op, values, lower)
         found = self._known[key]
@@ -119,6 +119,13 @@ class Policies:
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return None
         return tuple(t.dtype for t in tensors_in(result))
+
+
+def _asked(value: Any) -> object:
+    """What of an argument the policy of an operator may depend on: all but the numbers in tensors, and their dtypes."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return tuple(map(_asked, value)) if isinstance(value, tuple | list) else value
 
 
 def call_with(op: torch._ops.OpOverload, values: Values) -> Any:

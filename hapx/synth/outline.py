@@ -14,12 +14,15 @@ from hapx.cost.edges import Mask, Numbers
 from hapx.synth.problem import Step, StepClass
 from hapx.synth.tables import TensorTable
 
+# parameters that are live whose next use the bound prices, the largest ones: each more multiplies the tables that a search needs. A block that is
+# called four times has a dozen
+PRICED = 2
 PAIRS = 100  # sets of two placements that the tables of the bound have rows for, if there are not more of them
 
 
 class Outline:
-    """Per level: `first`: per slot, whether it is a parameter used for the first time. `stored`: of the parameters that are live the next use (level,
-    slot) and their bits (shift, mask); `values`: of the other values name, table, next use and bits. `names`: those of `values`, with ""."""
+    """Per level: `first`: per slot, whether it is a parameter used for the first time. `stored`: of the largest parameters that are live the next use
+    (level, slot) and their bits (shift, mask); `values`: of the other values name, table, next use and bits. `names`: those of `values`, with ""."""
 
     def __init__(self, steps: tuple[Step, ...]):
         self.first = [_first(step) for step in steps]
@@ -29,7 +32,8 @@ class Outline:
         for level in range(len(steps) - 1, -1, -1):
             step = steps[level]
             following |= {name: (level, slot) for slot, name in enumerate(step.tensors)}
-            self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in step.live if t.stored]))
+            stored = sorted([(n, t, shift) for n, t, shift in step.live if t.stored], key=lambda live: -live[1].ref.bytes)
+            self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in stored[:PRICED]]))
             self.values.append(tuple([(n, t, following[n][0], shift) for n, t, shift in step.live if not t.stored]))
         self.stored.reverse()
         self.values.reverse()

@@ -13,7 +13,7 @@ what follows for free from one placement; anything else may be in any placement 
 backward over the steps, as matrices (placements x choices x weights).
 
 A parameter that is used again later (a tied embedding) would be free there in this relaxation. So there is one such table per *context*: the masks of
-the stored parameters that are live, each priced at its next use.
+the stored parameters that are live, each priced at its next use (of the largest ones, `hapx.synth.outline.PRICED`; the others are free there).
 
 Where steps repeat themselves (equal layers), the tables of one repetition differ from those of the next by a constant after a few of them, or nearly.
 A table that is larger by a constant at least makes the tables of all steps before larger by it at least: from there on tables are taken over, and

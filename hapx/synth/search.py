@@ -21,6 +21,7 @@ from dataclasses import replace
 from math import inf
 from operator import le
 
+from hapx.cluster.units import show
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.terms import Shares
 from hapx.errors import InsufficientMemoryError, PlanError
@@ -210,9 +211,9 @@ def too_small(problem: Problem, least: Solution, limits: Vector) -> Insufficient
     kind = max(range(len(limits)), key=lambda j: least.memory[j] / limits[j])
     mesh, axis = problem.theory.mesh, problem.theory.mesh.uneven or 0
     devices = [d for d in mesh.devices if mesh.coordinates(d)[axis] in problem.costs.kinds[kind]]
-    needs, has = least.memory[kind] / 2**30, limits[kind] / 2**30
+    needs, has, lack = (show(float(n), "size") for n in (least.memory[kind], limits[kind], least.memory[kind] - limits[kind]))
     return InsufficientMemoryError(
-        f"no program fits: the smallest needs {needs:.2f} GiB there and {has:.2f} GiB is free; {needs - has:.2f} GiB lack",
+        f"no program fits: the smallest needs {needs} there and {has} is free; {lack} lack",
         where=f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}",
         hint="use a smaller batch, more devices, an optimizer with less state, strategy='auto' with sharded storage, or rematerialisation",
     )

@@ -45,11 +45,31 @@ class Mixed(nn.Module):
         return torch.randn(batch, 6, generator=generator), torch.randint(0, 4, (batch,), generator=generator)
 
 
+class Scan(nn.Module):
+    """A state that einsums of several kinds write and read, step by step; some of them are products, which autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write, self.read = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.decay = nn.Parameter(torch.linspace(0.1, 1, 24).reshape(6, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        state, made = x.new_zeros(x.shape[0], 6, 4), []
+        for step in (x, 2 * x):
+            state = torch.exp(-torch.einsum("bd,dn->bdn", step.sigmoid(), self.decay)) * state + torch.einsum("bd,bn->bdn", step, self.write(step))
+            made.append(torch.einsum("bdn,bn->bd", state, self.read(step)))
+        return F.cross_entropy(torch.stack(made, 1).sum(1), y)
+
+    def example(self, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        return Mixed().example(batch, seed)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": partial(MLP, (6, 8, 3), dtype=torch.float32),
     "gpt": partial(GPT, 13, 8, 2, 2, 6, dtype=torch.float32),
     "cnn": partial(CNN, dtype=torch.float32),
     "mixed": Mixed,
+    "scan": Scan,
     "bfloat16 mlp": partial(MLP, (6, 8, 3), dtype=torch.bfloat16),
 }
 
@@ -146,4 +166,6 @@ def test_policies_of_operators() -> None:
     assert ask(aten.relu.default, {"self": low}) is None
     assert ask(aten.add.Tensor, {"self": low, "other": x, "alpha": 1}) is None
     assert ask(aten.mm.default, {"self": x.double(), "mat2": x.double()}) is None  # float64 is never cast
-    assert ask(aten.einsum.default, {"equation": "ij,jk->ik", "tensors": [x, x], "path": None}) == torch.bfloat16
+    for _ in range(2):  # not the answer of another equation
+        assert ask(aten.einsum.default, {"equation": "ij,jk->ijk", "tensors": [x, x], "path": None}) is None
+        assert ask(aten.einsum.default, {"equation": "ij,jk->ik", "tensors": [x, x], "path": None}) == torch.bfloat16

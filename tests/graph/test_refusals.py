@@ -349,6 +349,12 @@ def test_wrappers_inside() -> None:
     assert "the model is a DataParallel" in refusal(nn.DataParallel(Model(mean)))
 
 
+def test_lazy_modules() -> None:
+    model = Model(lambda m, h: m.part(h).mean())
+    model.part = nn.LazyLinear(4)
+    assert "Model: 'part.weight' has no shape yet; allowed: modules whose parameters are made; call a lazy module once" in refusal(model)
+
+
 def test_hooks_on_gradients() -> None:
     on_module, on_parameter, after = Model(mean), Model(mean), Model(mean)
     on_module.linear.register_full_backward_hook(lambda m, i, o: None)

@@ -131,15 +131,16 @@ class ToyPrices:
         return np.min(found, axis=0)
 
 
-def random_theory(seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, parameters: int = 2, states: int = 2) -> Theory:
-    """A random graph: unary and binary nodes over earlier values, an input, and parameters (one of them used twice), with random triples."""
+def random_theory(seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, parameters: int = 2, states: int = 2, twice: int = 1) -> Theory:
+    """A random graph: unary and binary nodes over earlier values, an input, and parameters (the first `twice` of them used twice), with random
+    triples."""
     rng = random.Random(seed)
     refs: dict[str, TensorRef] = {"x": TensorRef("x", UNITS, "float32", Kind.INPUT, False)}
     for i in range(parameters):
         refs[f"w{i}"] = TensorRef(f"w{i}", UNITS, "float32", Kind.PARAMETER, True)
     values, made, tables = ["x"], [], []
     unread: list[str] = []
-    weights = [f"w{i}" for i in range(parameters)] + (["w0"] if parameters else [])
+    weights = [f"w{i}" for i in range(parameters)] + [f"w{i}" for i in range(min(twice, parameters))]
     for i in range(nodes):
         operands = [unread.pop() if unread and rng.random() < 0.9 else rng.choice(values)]
         if weights and rng.random() < 0.5:

@@ -13,6 +13,7 @@ from hapx.plan import Mesh, Triple
 from hapx.restriction import Restriction
 from hapx.synth.astar import Statistics, search
 from hapx.synth.domain import State, Synthesis
+from hapx.synth.outline import PRICED
 from hapx.synth.problem import build
 from support import toy
 
@@ -77,6 +78,23 @@ def test_bound_never_exceeds_the_cheapest_completion() -> None:
                 checked, rich = checked + 1, rich + several(domain, state)
     print(f"{checked} states, {rich} with a value in several placements")
     assert rich > 30
+
+
+def test_of_many_parameters_that_are_used_again_the_largest_are_priced() -> None:
+    """Each more multiplies the tables that a search needs: a block that is called four times would take minutes."""
+    checked = 0
+    for seed in (4, 6, 10, 15):  # three are live at once
+        theory = toy.random_theory(seed, toy.FLAT, nodes=8, triples=2, states=2, parameters=3, twice=3)
+        problem = build(theory, toy.ToyCosts(toy.FLAT, seed, KINDS[2]), Restriction(forms=frozenset({"padded"})))
+        domain = Synthesis(problem, toy.shares(theory, 2, seed), None)
+        live = [sum(bool(table.stored) for _, table, _ in step.live) for step in problem.steps]
+        priced = [len(uses) for uses in domain.bound.outline.stored]
+        assert priced[: len(live)] == [min(n, PRICED) for n in live]
+        checked += max(live) > PRICED
+        for state in walk(domain, Random(seed)):
+            best = search(Unbounded(domain, state), Statistics())
+            assert best is not None and state.estimate <= best.estimate * (1 + 1e-9), (seed, state.level)
+    assert checked == 4
 
 
 class SumsOverLevels(toy.ToyCosts):
