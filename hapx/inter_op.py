@@ -93,11 +93,11 @@ def at_full_speed(asked: Setting) -> float:
 
 def numbers_of_micro_batches(batch: int, cluster: ClusterSpec, scarce: bool = False) -> tuple[int, ...]:
     """Those that are tried: divisors of the batch near 4 and 2 times as many as there are machines (eight at least), or devices of
-    a single one; near 16 and 4 times where memory is scarce."""
+    a single one; near 16 and 32 times where memory is scarce."""
     unit = max(len(cluster.machines), 8) if len(cluster.machines) > 1 else cluster.num_devices
     divisors = [n for n in range(2, batch + 1) if batch % n == 0]
     found: list[int] = []
-    for wanted in (16 * unit, 4 * unit) if scarce else (4 * unit, 2 * unit):
+    for wanted in (16 * unit, 32 * unit) if scarce else (4 * unit, 2 * unit):
         found += sorted((n for n in divisors if n not in found), key=lambda n: (abs(n - wanted), n))[:1]
     return tuple(found)
 

@@ -20,8 +20,8 @@ from hapx.theory.derive import derive
 
 
 def lacks_memory(setting: Setting) -> bool:
-    """Whether the least bytes that every step keeps, with blocks computed again, added up and dealt out evenly, are more than there is. That is a sum:
-    in rare cases a program's peak, which decides, is less. False says nothing."""
+    """Whether the least bytes that every step keeps, with blocks computed again, added up and dealt out evenly, are more than there is. That is a
+    sum: in rare cases a program's peak, which decides, is less. False says nothing."""
     graph, cluster, rule = setting.graph, setting.cluster, setting.rule
     there = sum(cluster.type_of(d).memory for d in range(cluster.num_devices))
     if sum(ref.bytes for ref in graph.refs.values()) * (1 + states_of(setting.optimizer)) < there:

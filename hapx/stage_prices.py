@@ -163,9 +163,11 @@ class Asker:
         return tuple(a for k, a in enumerate(found) if a.most_in_flight > max((b.most_in_flight for b in found[:k]), default=0))
 
     def refuse(self, start: int, stop: int, shape: Shape, in_flight: int) -> None:
-        """So many micro-batches do not fit after all."""
+        """So many micro-batches do not fit after all; fewer do where a program that was planned for these layers has room for them."""
         key = self.classes[start:stop], shape
-        fewer = [replace(a, most_in_flight=min(a.most_in_flight, in_flight - 1)) for a in self.known[key]]
+        planned = [self.fits(p) for level in _levels(shape) if (p := self.pieces.get((*key, level))) is not None]
+        most = min(in_flight - 1, max(planned, default=0))
+        fewer = [replace(a, most_in_flight=min(a.most_in_flight, most)) for a in self.known[key]]
         self.known[key] = tuple(a for a in fewer if a.most_in_flight > 0)
 
     def _whole(self, shape: Shape, level: int) -> WholeModel | None:
@@ -249,7 +251,9 @@ class Asker:
         exact = best.costs.changed(lengths=best.lengths, repeats=1, in_flight=1)
         found = peak(best.program, best.theory.graph, exact, best.storage_of)
         earlier = found.left if self.asked.repeats > 1 else 0.0 * found.left
-        return most_in_flight(tuple(exact.capacity), tuple(found.total + earlier - found.kept), tuple(found.kept), (0.0,) * len(exact.kinds))
+        if (found.total > exact.capacity).any():
+            return 0
+        return most_in_flight(tuple(exact.capacity), tuple(found.running + earlier - found.kept), tuple(found.kept), (0.0,) * len(exact.kinds))
 
 
 class WholeModel:
@@ -276,10 +280,15 @@ class WholeModel:
         self.synchronise = [sum(s for name, s in run if len(homes.get(name, ())) < 2) for run in own]
         self.shared = [(s, homes[name]) for run in own for name, s in run if s and len(homes.get(name, ())) > 1]
         zero = np.zeros(len(self.exact.kinds))
-        kept = [[step_cost(i, self.graph, self.exact).memory for i in run] for run in runs]
+        steps = [[(i.triple.post[0].tensor in self.exact.again, step_cost(i, self.graph, self.exact).memory) for i in run] for run in runs]
+        kept = [[term for again, term in run if not again] for run in steps]
+        self.again = sum((term.at({}) for run in steps for again, term in run if again and term is not None), zero)  # by any block
         stored = [[self.exact.storage(refs[p.tensor], p.placement) for p in ps] for ps in needed]
+        # gradients of earlier micro-batches beside those of one, or what the optimizer's update needs for a moment: as much as the gradients
+        gradients = [[self.exact.gradient(refs[p.tensor], p.placement) for p in ps] for ps in needed]
         self.kept, self.static = (
-            np.cumsum([zero, *(sum((t.at({}) for t in terms if t is not None), zero) for terms in found)], axis=0) for found in (kept, stored)
+            np.cumsum([zero, *(sum((t.at({}) for t in terms if t is not None), zero) for terms in found)], axis=0)
+            for found in (kept, [a + b for a, b in zip(stored, gradients, strict=True)])
         )
         types = self.exact.cluster.device_types
         self.memory = self.exact.view.worst(lambda d: types[self.exact.cluster.devices[d].type].memory * (1.0 - RESERVE), min)
@@ -295,7 +304,7 @@ class WholeModel:
         micro = now + sum(t.micro_forward for t in self.times[start:stop])
         iteration = max(wire - now, 0.0) + sum(t.update for t in self.times[start:stop])
         static, each = (tuple(a[stop] - a[start]) for a in (self.static, self.kept))
-        fits = most_in_flight(self.memory, static, each, (0.0,) * len(self.memory))
+        fits = most_in_flight(self.memory, static, each, tuple(self.again))
         return Answer(max(micro, low.micro), max(iteration, low.iteration), min(fits, low.most_in_flight))
 
 

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from hapx.cost.buckets import Buckets, Key, Use
 from hapx.cost.compute import differentiable, is_view
 from hapx.cost.heap import Heap, Record, Storage
@@ -32,12 +34,13 @@ from hapx.transposes import TRANSPOSES
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes per kind. stored: there all the time (parameters, optimizer state, buffers, inputs); total: at the worst moment; left: what the
-    iteration leaves (gradients and results); kept: what backward waits for when forward ends, with what was received for it; moments: which moment is
-    the worst, per kind."""
+    """Bytes per kind. stored: there all the time (parameters, optimizer state, buffers, inputs); total: at the worst moment; running: at the worst
+    one before the optimizer's update; left: what the iteration leaves (gradients and results); kept: what backward waits for when forward ends,
+    with what was received for it; moments: which moment is the worst, per kind."""
 
     stored: Vector
     total: Vector
+    running: Vector
     left: Vector
     kept: Vector
     moments: tuple[str, ...]
@@ -52,9 +55,10 @@ def peak(program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, 
 
 
 def all_in_flight(found: Peak, exact: CostModel) -> Vector:
-    """The peak with all micro-batches that are kept at once; gradients of those before are there all the time."""
+    """The peak with all micro-batches that are kept at once; gradients of those before are there while others run. At the update none is kept, and
+    there is one set of gradients."""
     earlier: Vector = found.left if exact.repeats > 1 else 0.0 * found.left
-    return found.total + (exact.in_flight - 1) * found.kept + earlier
+    return np.maximum(found.total, found.running + (exact.in_flight - 1) * found.kept + earlier)
 
 
 class _Walk:
@@ -89,11 +93,11 @@ class _Walk:
             self._forward(variables, k, stop or k + 1, keeps=self.training and stop is None)
             k = stop or k + 1
         kept = self.heap.alive - self.static + self.sizes.received()
-        if self.training:
-            self._train(variables)
-        return Peak(self.static, self.heap.highest, self.heap.alive - self.static, kept, tuple(self.heap.moments))
+        running = self._train(variables) if self.training else self.heap.highest
+        return Peak(self.static, self.heap.highest, running, self.heap.alive - self.static, kept, tuple(self.heap.moments))
 
-    def _train(self, variables: Variables) -> None:
+    def _train(self, variables: Variables) -> Vector:
+        """Backward and the update; returns the peak before the update."""
         for root in self.program.gives:
             if root.tensor in self.graph.roots and root not in self.cotangents:
                 self.cotangents[root] = self.heap.new(self.sizes.local(root))
@@ -108,7 +112,9 @@ class _Walk:
             else:
                 self._backward(k - 1)
             k = start if start is not None else k - 1
+        running: Vector = self.heap.highest.copy()
         self.heap.note("the optimizer's update", self.sizes.update())
+        return running
 
     # ---- forward -------------------------------------------------------------------------------------------------------------
 

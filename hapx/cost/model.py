@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from math import prod
 from operator import add
 from typing import Any, Literal
@@ -140,12 +140,22 @@ class CostModel:
         """Per kind, the largest share (length / units) of each cut of the uneven axis."""
         return {cut: np.array(own) for cut, own in self.view.shares(lengths).items()}
 
+    @cached_property
+    def again(self) -> frozenset[str]:
+        """Tensors of the one block whose bytes are counted though it is computed again: while any block is, it takes as much."""
+        return self.graph.recomputed - self._forgotten
+
     # --- storage ------------------------------------------------------------------------------------------------------------------------
 
     def storage(self, ref: TensorRef, placement: Placement) -> Term:
         """Bytes of a parameter (with gradient and optimizer state) or buffer as it is kept between steps."""
         times = self.in_flight if ref.kind is Kind.RECEIVED else 1
         return self._stored(ref, placement, times * memory.storage_bytes(ref, self._states, self.mode == "train"), bound=True)
+
+    def gradient(self, ref: TensorRef, placement: Placement) -> Term:
+        """Bytes of a parameter's gradient as it is kept between micro-batches."""
+        training = self.mode == "train" and ref.requires_grad and ref.kind is Kind.PARAMETER
+        return self._stored(ref, placement, ref.bytes if training else 0.0, bound=True)
 
     def update(self, ref: TensorRef, placement: Placement) -> Term:
         """Seconds that the optimizer takes per iteration to update what a device keeps of a parameter."""
