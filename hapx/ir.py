@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
+from math import prod
 from typing import Any, Literal
 
 from hapx.rules import Probed, Rule, Slot
@@ -40,10 +41,7 @@ class TensorRef:
 
     @property
     def size(self) -> int:
-        n = 1
-        for s in self.shape:
-            n *= s
-        return n
+        return prod(self.shape)
 
     @property
     def bytes(self) -> int:

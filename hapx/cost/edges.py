@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hapx.cost.copies import copied
+from hapx.cost.copies import Copies, copied
 from hapx.cost.network import SCALAR_BYTES
 from hapx.cost.terms import Shares
 from hapx.ir import TensorRef
@@ -43,12 +43,29 @@ class Edge(NamedTuple):
     free: tuple[bool, ...]
 
 
+class Run(NamedTuple):
+    """What edges have in common whose tensors differ in size alone: numbers of fractions of the tensor (see `AxisLinks.pieces`); on how many devices
+    a gradient's sum is shared out (0: no gradient is summed); how often the collective runs forward and backward; whether all kinds wait for it;
+    whether every form is alike; what devices copy for it (by form and direction), of tensors whose fractions have the numbers `shard`, `longer`."""
+
+    axis: int
+    collective: str
+    first: int
+    second: int
+    shard: int
+    longer: int
+    sharers: int
+    forward: float
+    backward: float
+    joins: bool
+    even: bool
+    copied: tuple[tuple[Copies, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Edges along one axis that run one collective: their numbers; numbers of fractions of the tensor (see `AxisLinks.pieces`); bytes; part of a
-    message's latency that counts; how often it runs forward and backward; whether all kinds wait for it; whether every form is alike;
-    what devices copy for it (edge, form, direction, bytes of the shard and of the whole and kernels), of tensors whose fractions have the numbers
-    `shard` and `longer`."""
+    """Edges along one axis that run one collective: their numbers; of each, what its `Run` says; bytes that are sent, and of the tensor; part of a
+    message's latency that counts."""
 
     axis: int
     collective: str
@@ -58,6 +75,7 @@ class Part:
     shard: Numbers
     longer: Numbers
     bytes: Array
+    whole: Array
     latency: Array
     forward: Array
     backward: Array
@@ -73,11 +91,16 @@ class EdgePrices:
         self.costs, self.count = costs, len(edges)
         self.forms = [f for f in FORMS if f.value in forms] or [Form.PADDED]
         fractions: dict[Placement, int] = {}
-        self._runs: dict[Any, tuple[list[tuple[Any, str]], bool]] = {}
-        rows: dict[tuple[int, str], list[tuple[Any, ...]]] = {}
+        runs: dict[Any, Run | None] = {}
+        rows: dict[tuple[int, str], list[tuple[int, Run, TensorRef]]] = {}
         for number, edge in enumerate(edges):
-            self._row(number, edge, fractions, rows)
-        self.parts = [_part(axis, name, found) for (axis, name), found in rows.items()]
+            key = self._alike(edge)
+            if key not in runs:
+                runs[key] = self._run(edge, fractions)
+            run = runs[key]
+            if run is not None:
+                rows.setdefault((run.axis, run.collective), []).append((number, run, edge.ref))
+        self.parts = [self._part(found) for found in rows.values()]
         # what is cut again moves by the difference of two shares: such edges are few, each is priced by its own terms
         self.recuts = [(number, self._recut(edge)) for number, edge in enumerate(edges) if _is_recut(edge)]
         self._affine(list(fractions))
@@ -119,25 +142,28 @@ class EdgePrices:
             total = np.where(part.joins[:, None], together, apart)
             for way, weights in enumerate((forward, backward)):
                 shard, whole, kernels = part.copied[:, number, way].T
-                seconds = shard[:, None] * passed[0] + whole[:, None] * passed[1] + np.outer(kernels, self.costs.launch)
+                seconds = (shard * part.whole)[:, None] * passed[0] + (whole * part.whole)[:, None] * passed[1] + np.outer(kernels, self.costs.launch)
                 total += seconds @ weights.T
             found.append(total)
         best: Array = np.where(part.even[:, None], found[0], np.minimum.reduce(found))
         return best
 
-    def _row(self, number: int, edge: Edge, fractions: dict[Placement, int], rows: dict[tuple[int, str], list[tuple[Any, ...]]]) -> None:
-        """What an edge needs to be priced, added to `rows`; nothing where nothing moves."""
+    def _alike(self, edge: Edge) -> Any:
+        """Equal only for edges with one `Run` (placements are the theory's own objects, held by the edges)."""
+        ref, axis, before, after, free = edge
+        flags = ref.kind, ref.requires_grad, ref.bytes <= SCALAR_BYTES, self.costs.computed_again(ref)
+        return axis, id(before), id(after), free, flags
+
+    def _run(self, edge: Edge, fractions: dict[Placement, int]) -> Run | None:
+        """None where nothing moves, or the edge is priced otherwise."""
         ref, axis, before, after, _ = edge
         if _is_recut(edge):
-            return
+            return None
         source, target = before.states[axis], after.states[axis]
-        key = id(ref), source, target, edge.free  # references are the graph's own objects
-        if key not in self._runs:
-            ways = ((self.costs.collectives(ref, source, target, free), free) for free in edge.free)
-            self._runs[key] = min(ways, key=lambda way: len(way[0]))
-        runs, free = self._runs[key]
+        ways = ((self.costs.collectives(ref, source, target, free), free) for free in edge.free)
+        runs, free = min(ways, key=lambda way: len(way[0]))
         if not runs:
-            return
+            return None
 
         def fraction(placement: Placement) -> int:
             return fractions.setdefault(placement, len(fractions))
@@ -152,17 +178,28 @@ class EdgePrices:
         elif name == "all_to_all":
             first, second = fraction(before), fraction(after)
         even = all(s.cut.row.kind == "even" for s in (source, target) if isinstance(s, Sharded))
-        size = ref.bytes / self.costs.sharers(axis, after) / self.costs.repeats if synchronises else float(ref.bytes)
-        latency = self.costs.part_of_bucket(ref) / self.costs.repeats if synchronises else 1.0
         ahead = float(sum(direction == "forward" for direction, _ in runs))
         shard, longer = (fraction(p) for p in copied(axis, before, after))
         cuts = synchronises or self.costs.links[axis].cuts
-        copies = [
-            [(own.first * ref.bytes, own.second * ref.bytes, own.kernels) for own in self.costs.copies(ref, axis, before, after, form, free)]
-            for form in self.forms
-        ]
-        row = (number, first, second, shard, longer, size, latency, ahead, len(runs) - ahead, cuts, even, copies)
-        rows.setdefault((axis, name), []).append(row)
+        passes = tuple(self.costs.copies(ref, axis, before, after, form, free) for form in self.forms)
+        sharers = self.costs.sharers(axis, after) if synchronises else 0
+        return Run(axis, name, first, second, shard, longer, sharers, ahead, len(runs) - ahead, cuts, even, passes)
+
+    def _part(self, rows: Sequence[tuple[int, Run, TensorRef]]) -> Part:
+        numbers, runs, refs = zip(*rows, strict=True)
+        place = {id(run): i for i, run in enumerate(runs)}
+        at = {i: k for k, i in enumerate(place.values())}
+        columns = [np.array(column) for column in zip(*(runs[i] for i in at), strict=True)]
+        _, _, first, second, shard, longer, sharers, forward, backward, joins, even, passes = columns
+        which = np.array([at[place[id(run)]] for run in runs])
+        whole, part = np.array([float(r.bytes) for r in refs]), np.array([self.costs.part_of_bucket(r) for r in refs])
+        summed = sharers[which] > 0
+        sent = np.where(summed, whole / np.maximum(sharers[which], 1) / self.costs.repeats, whole)
+        latency = np.where(summed, part / self.costs.repeats, 1.0)
+        return Part(
+            runs[0].axis, runs[0].collective, np.array(numbers), first[which], second[which], shard[which], longer[which], sent, whole, latency,
+            forward[which], backward[which], joins[which], even[which], passes[which],
+        )  # fmt: skip
 
     def _affine(self, fractions: Sequence[Placement]) -> None:
         """The fractions as affine functions of the shares."""
@@ -177,8 +214,3 @@ class EdgePrices:
 
 def _is_recut(edge: Edge) -> bool:
     return is_recut(edge.before.states[edge.axis], edge.after.states[edge.axis])
-
-
-def _part(axis: int, name: str, rows: list[tuple[Any, ...]]) -> Part:
-    columns = [np.array(column) for column in zip(*rows, strict=True)]
-    return Part(axis, name, *columns)

@@ -49,7 +49,7 @@ class Values:
         self.table, self.shares = table, shares
         self.zero: Vector = (0.0,) * table.kinds
         self.matrix = table.values(shares)
-        self._values: list[Vector] = [tuple(row) for row in self.matrix.tolist()]
+        self._values: list[Vector] = list(map(tuple, self.matrix.tolist()))
 
     def __getitem__(self, number: int) -> Vector:
         if number < 0:
