@@ -40,6 +40,10 @@ class Grid:
         edges: list[Edge] = []
         self.paths = {id(table): self._paths(table, edges) for table in tables}
         self.edges = problem.costs.edge_prices(edges, problem.restriction.forms)
+        self.number: dict[tuple[int, int, int], int] = {}  # of the edge between two placements of a table, by its id
+        for key, paths in self.paths.items():
+            for along in paths.edges:
+                self.number |= {(key, p, q): n for p, q, n in np.transpose(along).tolist()}
         self._allowed: dict[int, Mask] = {}
         self._layouts: dict[int, Layout] = {}  # by id of a class or a table, both kept by the problem
 

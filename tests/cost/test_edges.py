@@ -45,7 +45,7 @@ def test_the_price_of_an_edge_is_that_of_its_cheapest_form(mesh: Mesh, kind: Kin
     cuts = {s.cut for e in edges for p in (e.before, e.after) for s in p.states if isinstance(s, Sharded) and s.cut.row.kind != "even"}
     shares = {cut: np.array([0.3 + 0.01 * i, 0.2 - 0.01 * i]) for i, cut in enumerate(sorted(cuts, key=str))}
     ways = {"forward": np.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]), "backward": np.array([[1.0, 0.0], [1.0, 0.0], [0.4, 0.6]])}
-    prices = costs.edge_prices(edges, frozenset(forms)).at(shares, ways["forward"], ways["backward"])
+    prices = costs.edge_prices(edges, frozenset(forms)).at(shares).weighted(ways["forward"], ways["backward"])
     for edge, price in zip(edges, prices, strict=True):
         found = []
         for path, free in product(direct_paths(ref, mesh, edge.before, edge.after, frozenset(forms)), edge.free):
