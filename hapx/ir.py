@@ -112,7 +112,13 @@ class OpCall:
 
     def refs(self) -> tuple[str, ...]:
         """Names of tensor arguments in order of appearance, with repetitions."""
-        return tuple(r.name for _, v in self.args for r in iter_refs(v))
+        found: list[str] = []
+        for _, value in self.args:
+            if isinstance(value, Ref):
+                found.append(value.name)
+            elif isinstance(value, tuple):
+                found += [r.name for r in iter_refs(value)]
+        return tuple(found)
 
     def __str__(self) -> str:
         return f"{self.target}({', '.join(f'{k}={_show(v)}' for k, v in self.args)})"
