@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hapx.cost.edges import Array, Mask, Numbers
-from hapx.synth.grid import Grid, Prices, Weights
+from hapx.synth.grid import Grid, Prices, Weights, padded
 from hapx.synth.moves import Moves
 from hapx.synth.outline import Outline
 from hapx.synth.periods import Names, Repetition
@@ -115,7 +115,7 @@ class Relaxation:
         self.grid: Grid = moves.grid
         self.prices = Prices(moves.values, self.weights, moves.capacity, moves.prices)
         edges = moves.edges.weighted(self.weights.forward, self.weights.backward)
-        self.edges = edges if moves.capacity is None else np.zeros_like(edges)
+        self.edges = padded(edges if moves.capacity is None else np.zeros_like(edges))
         self._firsts: dict[tuple[int, bool], Array] = {}
         self._directs: dict[int, Array] = {}
         self._converted: dict[int, Array] = {}
