@@ -112,10 +112,13 @@ class Setting:
 class Alternation:
     """Q <- A*(B), B <- LP(Q) on one mesh."""
 
-    def __init__(self, setting: Setting, theory: Theory, counters: Counters, told: Teller, best: Candidate | None = None):
-        """best: of the views before; on several axes its shares are where the alternation begins."""
+    def __init__(
+        self, setting: Setting, theory: Theory, counters: Counters, told: Teller, best: Candidate | None = None, costs: CostModel | None = None
+    ):
+        """best: of the views before; on several axes its shares are where the alternation begins. costs: of the same setting and theory, if they
+        are known already."""
         self.setting, self.theory, self.counters, self.told, self.before = setting, theory, counters, told, best
-        self.costs = CostModel(
+        self.costs = costs or CostModel(
             theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode, repeats=setting.repeats, in_flight=setting.in_flight
         )
         began = time.perf_counter()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
+from math import prod
 from typing import Any, Literal
 
 from hapx.rules import Probed, Rule, Slot
@@ -40,10 +41,7 @@ class TensorRef:
 
     @property
     def size(self) -> int:
-        n = 1
-        for s in self.shape:
-            n *= s
-        return n
+        return prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -114,7 +112,13 @@ class OpCall:
 
     def refs(self) -> tuple[str, ...]:
         """Names of tensor arguments in order of appearance, with repetitions."""
-        return tuple(r.name for _, v in self.args for r in iter_refs(v))
+        found: list[str] = []
+        for _, value in self.args:
+            if isinstance(value, Ref):
+                found.append(value.name)
+            elif isinstance(value, tuple):
+                found += [r.name for r in iter_refs(value)]
+        return tuple(found)
 
     def __str__(self) -> str:
         return f"{self.target}({', '.join(f'{k}={_show(v)}' for k, v in self.args)})"

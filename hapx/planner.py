@@ -141,14 +141,15 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
         counters.tried.append(outcome)
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
-    ranked = _ranked(found, old, counters)
+    simulated: dict[int, Candidate] = {}
+    ranked = _ranked(found, old, counters, simulated)
     old += (plain := _plain(setting, alternations, ranked[0], counters))
-    ranked = _ranked(found, old, counters) if plain else ranked
+    ranked = _ranked(found, old, counters, simulated) if plain else ranked
     began = time.perf_counter()
     more = alternations[ranked[0].mesh.name].from_even_shares()
     counters.search_time += time.perf_counter() - began
     if more:
-        ranked = _ranked([*found, *more], old, counters)
+        ranked = _ranked([*found, *more], old, counters, simulated)
     ranked = _with_segments(setting, ranked, alternations[ranked[0].mesh.name], counters)
     if not setting.strict and not within(ranked[0]):
         return plan_spmd(replace(setting, strict=True), counters, meshes)
@@ -158,19 +159,21 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
     return ranked
 
 
-def _ranked(found: list[Candidate], old: list[Candidate], counters: Counters) -> list[Candidate]:
-    """The best candidates, each simulated, in the order of their simulated times; the best of every view and the old plan are among them."""
+def _ranked(found: list[Candidate], old: list[Candidate], counters: Counters, known: dict[int, Candidate]) -> list[Candidate]:
+    """The best candidates, each simulated, in the order of their simulated times; the best of every view and the old plan are among them. known: by
+    the identity of a candidate, itself with its simulated time."""
     began = time.perf_counter()
     found = sorted(found, key=lambda c: c.cost)
     first = {c.mesh.name: c for c in reversed(found)}
     chosen = sorted({id(c): c for c in [*first.values(), *found[:SIMULATED], *old]}.values(), key=lambda c: c.cost)
     exact: dict[Any, CostModel] = {}  # candidates of equal lengths share a cost model
     for c in chosen:
-        key = id(c.costs), tuple(c.lengths.items())
-        exact[key] = exact.get(key) or c.costs.at_lengths(c.lengths)
-    simulated = [replace(c, time=iteration_time(c.program, c.theory.graph, exact[id(c.costs), tuple(c.lengths.items())])) for c in chosen]
+        if id(c) not in known:
+            key = id(c.costs), tuple(c.lengths.items())
+            exact[key] = exact.get(key) or c.costs.at_lengths(c.lengths)
+            known[id(c)] = replace(c, time=iteration_time(c.program, c.theory.graph, exact[key]))
     counters.simulation_time += time.perf_counter() - began
-    return sorted(simulated, key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
+    return sorted([known[id(c)] for c in chosen], key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
 
 
 def _plain(setting: Setting, alternations: Mapping[str, Alternation], best: Candidate, counters: Counters) -> list[Candidate]:
@@ -186,7 +189,9 @@ def _plain(setting: Setting, alternations: Mapping[str, Alternation], best: Cand
             rule = replace(setting.rule, split="batch", storage="as-used", sfb="never", forms=frozenset({"padded"}))
             told = Teller(None, counters.search, name, 1, 1, best.cost)
             with suppress(InsufficientMemoryError, PlanError):  # something else fits
-                found += Alternation(replace(setting, rule=rule, start={}, old=None), alternations[name].theory, counters, told).candidates(best.cost)
+                same = alternations[name]
+                plain = Alternation(replace(setting, rule=rule, start={}, old=None), same.theory, counters, told, costs=same.costs)
+                found += plain.candidates(best.cost)
     counters.search_time += time.perf_counter() - began
     return [replace(c, gap=max(0.0, 1 - bound / c.cost)) for c in found]
 
@@ -214,7 +219,7 @@ def _with_segments(setting: Setting, ranked: list[Candidate], alternation: Alter
     freed = _free_borders(ranked, rule, alternation)
     counters.segments_time += time.perf_counter() - began
     found = [c for own in freed for c in _in_segments(setting, best, own, counters)]
-    return sorted([*ranked, *(_ranked(found, [], counters) if found else ())], key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
+    return sorted([*ranked, *(_ranked(found, [], counters, {}) if found else ())], key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
 
 
 def _in_segments(setting: Setting, best: Candidate, freed: Freed, counters: Counters) -> list[Candidate]:

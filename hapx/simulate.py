@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add
+from typing import NamedTuple, get_args
 
 from hapx.buckets import BUCKET_BYTES, in_buckets
-from hapx.cost.model import CommunicationCost, CostModel, StepCost
+from hapx.cost.model import CommunicationCost, CostModel, Direction, StepCost
 from hapx.cost.terms import Piece, Term
 from hapx.ir import Graph, Kind, OpCall
 from hapx.layout import Lengths
@@ -32,6 +33,7 @@ from hapx.theory.triple import Theory
 from hapx.timeline import Event, Stream, Timeline
 
 Seconds = tuple[float, ...]  # per kind
+WAYS = get_args(Direction)
 
 
 def simulate(plan: Plan) -> Timeline:
@@ -100,19 +102,19 @@ class RunTimes:
 def run_times(instructions: Sequence[Instruction], parameters: Sequence[Property], graph: Graph, exact: CostModel) -> RunTimes:
     """By a cost model at concrete lengths. parameters: whose update is counted, as they are stored."""
     clock = _Clock(len(exact.kinds), False)
-    steps = [step_cost(i, graph, exact) for i in instructions]
+    steps = _timed([step_cost(i, graph, exact) for i in instructions])
     for step in steps:
-        clock.communicate("", [c for c in step.communication if c.direction == "forward"])
+        clock.communicate("", step.ahead)
         clock.compute("", step.forward)
     clock.mark()
     for step in reversed(steps):
         clock.compute("", step.backward)
-        clock.communicate("", [c for c in reversed(step.communication) if c.direction == "backward"])
+        clock.communicate("", step.back)
     clock.mark()
     forward, backward = clock.marks[0], clock.marks[1] - clock.marks[0]
     if exact.mode == "train":
         for p in parameters:
-            clock.compute("", exact.update(graph.refs[p.tensor], p.placement))
+            clock.compute("", _seconds(exact.update(graph.refs[p.tensor], p.placement)))
     return RunTimes(forward, backward, max(clock.now) - clock.marks[1])
 
 
@@ -147,27 +149,65 @@ def _later(event: Event, seconds: float) -> Event:
     return replace(event, start=start, stop=stop)
 
 
+class _Message(NamedTuple):
+    """A collective: seconds per kind, and whether all kinds wait for each other."""
+
+    seconds: Seconds
+    cuts: bool
+
+
+class _Timed(NamedTuple):
+    """What a step takes per kind: compute in either direction (None: nothing), and collectives in the order in which they run, those of gradients
+    apart."""
+
+    forward: Seconds | None
+    backward: Seconds | None
+    ahead: tuple[_Message, ...]
+    back: tuple[_Message, ...]
+    gradient: tuple[_Message, ...]
+
+
+def _timed(steps: Sequence[StepCost]) -> list[_Timed]:
+    """Steps at concrete lengths, where terms are constants. Those that are alike are one object, looked at once."""
+    known: dict[int, _Timed] = {}
+    for step in steps:
+        if id(step) not in known:
+            ways = {way: tuple([_Message(_seconds(c.term), c.cuts) for c in step.communication if c.direction == way]) for way in WAYS}
+            forward, backward = (None if term is None else _seconds(term) for term in (step.forward, step.backward))
+            known[id(step)] = _Timed(forward, backward, ways["forward"], ways["backward"][::-1], ways["synchronise"])
+    return [known[id(step)] for step in steps]
+
+
+def _seconds(term: Term) -> Seconds:
+    """Of a constant term."""
+    return term.pieces[0].const if len(term.pieces) == 1 else tuple(map(max, *(piece.const for piece in term.pieces)))
+
+
 def _run(program: Program, graph: Graph, exact: CostModel, events: bool, synchronisation: Mapping[str, float] | None = None) -> _Clock:
-    steps = [(_name(i) if events else "", step_cost(i, graph, exact)) for i in program.instructions]
+    instructions = program.instructions
+    costs = [step_cost(i, graph, exact) for i in instructions]
     if synchronisation:
-        steps = [(name, _synchronised(i, step, synchronisation)) for i, (name, step) in zip(program.instructions, steps, strict=True)]
-    full = _full_buckets([_gradient_bytes(i, step, graph) for i, (_, step) in zip(program.instructions, steps, strict=True)])
+        costs = [_synchronised(i, step, synchronisation) for i, step in zip(instructions, costs, strict=True)]
+    names = list(map(_name, instructions)) if events else [""] * len(costs)
+    steps = _timed(costs)
+    full = _full_buckets([_gradient_bytes(i, graph) if step.gradient else 0 for i, step in zip(instructions, steps, strict=True)])
     clock = _Clock(len(exact.kinds), events)
-    for name, step in steps:
-        clock.communicate(name, [c for c in step.communication if c.direction == "forward"])
+    for name, step in zip(names, steps, strict=True):
+        clock.communicate(name, step.ahead)
         clock.compute(name, step.forward)
     clock.mark()
     if exact.mode == "train":
-        for k, (name, step) in reversed(list(enumerate(steps))):
-            name = f"{name} backward" if events else ""
+        for k in reversed(range(len(steps))):
+            step, name = steps[k], f"{names[k]} backward" if events else ""
             clock.compute(name, step.backward)
-            clock.communicate(name, [c for c in reversed(step.communication) if c.direction == "backward"])
-            clock.gradient([c for c in step.communication if c.direction == "synchronise"], full=k in full)
+            clock.communicate(name, step.back)
+            if step.gradient:
+                clock.gradient(step.gradient, full=k in full)
         clock.mark()
         clock.wait()
         for need in program.needs:
             if graph.refs[need.tensor].kind is Kind.PARAMETER:
-                clock.compute(f"update {need.tensor}", exact.update(graph.refs[need.tensor], need.placement))
+                clock.compute(f"update {need.tensor}" if events else "", _seconds(exact.update(graph.refs[need.tensor], need.placement)))
     return clock
 
 
@@ -177,11 +217,9 @@ def _name(instruction: Instruction) -> str:
 
 
 def step_cost(instruction: Instruction, graph: Graph, cost: CostModel) -> StepCost:
-    """What an instruction adds."""
-    triple = instruction.triple
-    if isinstance(triple.body, OpCall):
-        return cost.instruction(triple)
-    return cost.conversion(graph.refs[triple.post[0].tensor], triple.body, triple.post[0].placement)
+    """What an instruction adds, by a cost model of its graph."""
+    assert cost.graph is graph, "the cost model is of another graph"
+    return cost.step(instruction.triple)
 
 
 def _synchronised(instruction: Instruction, step: StepCost, seconds: Mapping[str, float]) -> StepCost:
@@ -196,10 +234,9 @@ def _synchronised(instruction: Instruction, step: StepCost, seconds: Mapping[str
     return replace(step, communication=tuple(changed(c) if c.direction == "synchronise" else c for c in step.communication))
 
 
-def _gradient_bytes(instruction: Instruction, step: StepCost, graph: Graph) -> int:
-    """Bytes of the gradient that is synchronised after the instruction's backward, 0 if none is."""
-    synchronised = any(c.direction == "synchronise" for c in step.communication)
-    return graph.refs[instruction.triple.post[0].tensor].bytes if synchronised else 0
+def _gradient_bytes(instruction: Instruction, graph: Graph) -> int:
+    """Bytes of the gradient that is synchronised after the instruction's backward."""
+    return graph.refs[instruction.triple.post[0].tensor].bytes
 
 
 def _full_buckets(sizes: Sequence[int]) -> frozenset[int]:
@@ -219,9 +256,8 @@ class _Clock:
         self.events: list[Event] = []
         self.now: Seconds = (0.0,) * size
         self.wires: dict[bool, Seconds] = {True: self.now, False: self.now}
-        self._bucket: list[CommunicationCost] = []
+        self._bucket: list[_Message] = []
         self._num_buckets = 0
-        self._values: dict[int, tuple[Term, Seconds]] = {}
         self.marks: list[float] = []  # when forward was done, and backward
         self._places: list[int] = []
 
@@ -233,19 +269,20 @@ class _Clock:
         """The events before, between and after marks."""
         return [self.events[a:b] for a, b in pairwise((0, *self._places, len(self.events)))]
 
-    def compute(self, name: str, term: Term | None) -> None:
-        if term is None:
+    def compute(self, name: str, seconds: Seconds | None) -> None:
+        if seconds is None:
             return
-        start, self.now = self.now, tuple(map(add, self.now, self._seconds(term)))
-        self._record(name, "compute", start, self.now)
+        start, self.now = self.now, tuple(map(add, self.now, seconds))
+        if self.record:
+            self.events.append(Event(name, "compute", start, self.now))
 
-    def communicate(self, name: str, collectives: Sequence[CommunicationCost]) -> None:
+    def communicate(self, name: str, collectives: Sequence[_Message]) -> None:
         """Collectives that the program waits for."""
         for collective in collectives:
             ready = tuple(map(max, self.now, self.wires[collective.cuts]))
             self.now = self.wires[collective.cuts] = self._run(name, collective, ready, "communication" if collective.cuts else "inside")
 
-    def gradient(self, collectives: Sequence[CommunicationCost], full: bool) -> None:
+    def gradient(self, collectives: Sequence[_Message], full: bool) -> None:
         """A parameter's gradient is there; a full bucket sets off."""
         self._bucket += collectives
         if not full:
@@ -264,21 +301,11 @@ class _Clock:
         assert not self._bucket, "a bucket was never sent"
         self.now = tuple(map(max, self.now, *self.wires.values()))
 
-    def _run(self, name: str, collective: CommunicationCost, ready: Seconds, stream: Stream) -> Seconds:
+    def _run(self, name: str, collective: _Message, ready: Seconds, stream: Stream) -> Seconds:
         """The end of a collective for which the kinds are ready at the given times."""
-        times = self._seconds(collective.term)
-        start = (max(ready),) * self.size if collective.cuts else ready
-        stop = (start[0] + max(times),) * self.size if collective.cuts else tuple(map(add, start, times))
-        self._record(name, stream, start, stop)
-        return stop
-
-    def _seconds(self, term: Term) -> Seconds:
-        """Terms at concrete lengths are constants; steps that are alike share them."""
-        known = self._values.get(id(term))
-        if known is None:
-            known = self._values[id(term)] = term, tuple(term.at({}).tolist())  # the term is held, so that its id stays its own
-        return known[1]
-
-    def _record(self, name: str, stream: Stream, start: Seconds, stop: Seconds) -> None:
+        times, cuts = collective
+        start = (max(ready),) * self.size if cuts else ready
+        stop = (start[0] + max(times),) * self.size if cuts else tuple(map(add, start, times))
         if self.record:
             self.events.append(Event(name, stream, start, stop))
+        return stop

@@ -15,7 +15,6 @@ Executed by `hapx.collectives.conversion`, priced by `hapx.cost`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from types import MappingProxyType
 
 from hapx.states import Invariant, Partial, Replicated, Sharded, State
@@ -43,17 +42,18 @@ TRANSPOSES: Mapping[tuple[type, type], tuple[str, str]] = MappingProxyType(
 
 def forward_collective(source: State, target: State) -> str | None:
     """The collective that runs forward in the conversion source -> target, or None when nothing moves between devices."""
-    return _collective(source, target, 0)
+    return _collective(source, target, _FORWARD)
 
 
 def backward_collective(source: State, target: State) -> str | None:
     """The collective that runs backward in the conversion source -> target, or None when nothing moves between devices."""
-    return _collective(source, target, 1)
+    return _collective(source, target, _BACKWARD)
 
 
-@cache
-def _collective(source: State, target: State, direction: int) -> str | None:
-    if source == target:
+_FORWARD, _BACKWARD = ({ends: names[way] if names[way] in COLLECTIVES else None for ends, names in TRANSPOSES.items()} for way in (0, 1))
+
+
+def _collective(source: State, target: State, names: Mapping[tuple[type, type], str | None]) -> str | None:
+    if source is target or source == target:
         return None
-    name = TRANSPOSES[type(source), type(target)][direction]
-    return name if name in COLLECTIVES else None
+    return names[type(source), type(target)]

@@ -47,7 +47,7 @@ class Objective:
     collectives: tuple[tuple[Term, int], ...]
     memory_terms: tuple[tuple[Term, int], ...]
 
-    @property
+    @cached_property
     def cuts(self) -> tuple[Cut, ...]:
         """Every cut that anything depends on."""
         return tuple(dict.fromkeys(cut for term in self._terms() for cut in term.cuts))

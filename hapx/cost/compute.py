@@ -106,6 +106,7 @@ def _as_attention_lays_out(graph: Graph, transpose: Node) -> bool:
     return made.call.op == ATTENTION and not made.call.get("dropout_p") and dims == {rank - 3, rank - 2}
 
 
+@once_per_node
 def work(graph: Graph, node: Node) -> Work:
     """FLOPs and bytes of a node. Constants are made once, not in every iteration: they cost nothing. Under an activation checkpoint, backward
     computes the node again."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hapx.cost.copies import copied
+from hapx.cost.copies import Copies, copied
 from hapx.cost.network import SCALAR_BYTES
 from hapx.cost.terms import Shares
 from hapx.ir import TensorRef
@@ -43,12 +43,29 @@ class Edge(NamedTuple):
     free: tuple[bool, ...]
 
 
+class Run(NamedTuple):
+    """What edges have in common whose tensors differ in size alone: numbers of fractions of the tensor (see `AxisLinks.pieces`); on how many devices
+    a gradient's sum is shared out (0: no gradient is summed); how often the collective runs forward and backward; whether all kinds wait for it;
+    whether every form is alike; what devices copy for it (by form and direction), of tensors whose fractions have the numbers `shard`, `longer`."""
+
+    axis: int
+    collective: str
+    first: int
+    second: int
+    shard: int
+    longer: int
+    sharers: int
+    forward: float
+    backward: float
+    joins: bool
+    even: bool
+    copied: tuple[tuple[Copies, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Edges along one axis that run one collective: their numbers; numbers of fractions of the tensor (see `AxisLinks.pieces`); bytes; part of a
-    message's latency that counts; how often it runs forward and backward; whether all kinds wait for it; whether every form is alike;
-    what devices copy for it (edge, form, direction, bytes of the shard and of the whole and kernels), of tensors whose fractions have the numbers
-    `shard` and `longer`."""
+    """Edges along one axis that run one collective: their numbers; of each, what its `Run` says; bytes that are sent, and of the tensor; part of a
+    message's latency that counts; whether it is the sum of a gradient."""
 
     axis: int
     collective: str
@@ -58,12 +75,26 @@ class Part:
     shard: Numbers
     longer: Numbers
     bytes: Array
+    whole: Array
     latency: Array
+    sums: Mask
     forward: Array
     backward: Array
     joins: Mask
     even: Mask
     copied: Array
+
+
+class Moved(NamedTuple):
+    """An edge in one form: seconds per kind of its collective, how often that runs forward and backward, whether it is the sum of a gradient, whether
+    it ends phases; seconds of copies, forward and backward."""
+
+    seconds: tuple[float, ...]
+    forward: int
+    backward: int
+    sums: bool
+    cuts: bool
+    copied: tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class EdgePrices:
@@ -73,71 +104,52 @@ class EdgePrices:
         self.costs, self.count = costs, len(edges)
         self.forms = [f for f in FORMS if f.value in forms] or [Form.PADDED]
         fractions: dict[Placement, int] = {}
-        self._runs: dict[Any, tuple[list[tuple[Any, str]], bool]] = {}
-        rows: dict[tuple[int, str], list[tuple[Any, ...]]] = {}
+        runs: dict[Any, Run | None] = {}
+        rows: dict[tuple[int, str], list[tuple[int, Run, TensorRef]]] = {}
+        self.rows: dict[tuple[int, bool], tuple[int, int]] = {}  # (edge, whether what is gathered is freed) -> its part, and its row there
+        numbers: dict[tuple[int, str], int] = {}
         for number, edge in enumerate(edges):
-            self._row(number, edge, fractions, rows)
-        self.parts = [_part(axis, name, found) for (axis, name), found in rows.items()]
+            for free in edge.free:
+                key = self._alike(edge, free)
+                if key not in runs:
+                    runs[key] = self._run(edge, free, fractions)
+                run = runs[key]
+                if run is not None:
+                    own = rows.setdefault((run.axis, run.collective), [])
+                    self.rows[number, free] = numbers.setdefault((run.axis, run.collective), len(numbers)), len(own)
+                    own.append((number, run, edge.ref))
+        self.parts = [self._part(found) for found in rows.values()]
         # what is cut again moves by the difference of two shares: such edges are few, each is priced by its own terms
-        self.recuts = [(number, self._recut(edge)) for number, edge in enumerate(edges) if _is_recut(edge)]
+        self.recuts = {number: self._recut(edge) for number, edge in enumerate(edges) if _is_recut(edge)}
         self._affine(list(fractions))
 
-    def at(self, shares: Shares, forward: Array, backward: Array) -> Array:
-        """(edge, weights) -> weighted seconds; the weights of what runs forward, and backward: weights x kinds."""
+    def at(self, shares: Shares) -> EdgesPriced:
+        """At the given shares."""
         at = np.zeros((len(self._cuts) + 1, self._const.shape[1]))
         for i, cut in enumerate(self._cuts):
             at[i] = shares[cut]
-        fractions = self._const + self._slope * at[self._cut]
-        prices = np.zeros((self.count, len(forward)))
-        for part in self.parts:
-            first, second = fractions[part.first] * part.bytes[:, None], fractions[part.second] * part.bytes[:, None]
-            passed = [fractions[which] * np.array(self.costs.per_byte) for which in (part.shard, part.longer)]
-            prices[part.edges] = self._priced(part, first, second, passed, forward, backward)
-        for number, step in self.recuts:
-            for event in step.communication:
-                value, weights = event.term.at(shares), forward if event.direction == "forward" else backward
-                prices[number] += value.max() if event.cuts else weights @ value
-            for term, weights in ((step.forward, forward), (step.backward, backward)):
-                if term is not None:
-                    prices[number] += weights @ term.at(shares)
-        return prices
+        return EdgesPriced(self, shares, self._const + self._slope * at[self._cut])
 
     def _recut(self, edge: Edge) -> StepCost:
         source, target = edge.before.states[edge.axis], edge.after.states[edge.axis]
         step = Communication(edge.axis, source, target, Form.NONE, edge.ref.requires_grad)
         return self.costs.conversion(edge.ref, (step,), edge.after)
 
-    def _priced(self, part: Part, first: Array, second: Array, passed: list[Array], forward: Array, backward: Array) -> Array:
-        links, found = self.costs.links[part.axis], []
-        for number, form in enumerate(self.forms if part.collective == "all_gather" else self.forms[:1]):
-            values = [np.array(a) * first + np.array(b) * second + np.outer(part.latency, c) for a, b, c in links.pieces(part.collective, form)]
-            if not values:
-                return np.zeros((len(part.edges), len(forward)))
-            value = np.maximum.reduce(values)
-            apart = value @ forward.T * part.forward[:, None] + value @ backward.T * part.backward[:, None]
-            together = value.max(axis=1, keepdims=True) * (part.forward + part.backward)[:, None]
-            total = np.where(part.joins[:, None], together, apart)
-            for way, weights in enumerate((forward, backward)):
-                shard, whole, kernels = part.copied[:, number, way].T
-                seconds = shard[:, None] * passed[0] + whole[:, None] * passed[1] + np.outer(kernels, self.costs.launch)
-                total += seconds @ weights.T
-            found.append(total)
-        best: Array = np.where(part.even[:, None], found[0], np.minimum.reduce(found))
-        return best
+    def _alike(self, edge: Edge, free: bool) -> Any:
+        """Equal only for edges with one `Run` (placements are the theory's own objects, held by the edges)."""
+        ref, axis, before, after, _ = edge
+        flags = ref.kind, ref.requires_grad, ref.bytes <= SCALAR_BYTES, self.costs.computed_again(ref)
+        return axis, id(before), id(after), free, flags
 
-    def _row(self, number: int, edge: Edge, fractions: dict[Placement, int], rows: dict[tuple[int, str], list[tuple[Any, ...]]]) -> None:
-        """What an edge needs to be priced, added to `rows`; nothing where nothing moves."""
+    def _run(self, edge: Edge, free: bool, fractions: dict[Placement, int]) -> Run | None:
+        """None where nothing moves, or the edge is priced otherwise."""
         ref, axis, before, after, _ = edge
         if _is_recut(edge):
-            return
+            return None
         source, target = before.states[axis], after.states[axis]
-        key = id(ref), source, target, edge.free  # references are the graph's own objects
-        if key not in self._runs:
-            ways = ((self.costs.collectives(ref, source, target, free), free) for free in edge.free)
-            self._runs[key] = min(ways, key=lambda way: len(way[0]))
-        runs, free = self._runs[key]
-        if not runs:
-            return
+        runs = self.costs.collectives(ref, source, target, free)
+        if not runs or self.costs.links[axis].size == 1:
+            return None
 
         def fraction(placement: Placement) -> int:
             return fractions.setdefault(placement, len(fractions))
@@ -152,17 +164,28 @@ class EdgePrices:
         elif name == "all_to_all":
             first, second = fraction(before), fraction(after)
         even = all(s.cut.row.kind == "even" for s in (source, target) if isinstance(s, Sharded))
-        size = ref.bytes / self.costs.sharers(axis, after) / self.costs.repeats if synchronises else float(ref.bytes)
-        latency = self.costs.part_of_bucket(ref) / self.costs.repeats if synchronises else 1.0
         ahead = float(sum(direction == "forward" for direction, _ in runs))
         shard, longer = (fraction(p) for p in copied(axis, before, after))
         cuts = synchronises or self.costs.links[axis].cuts
-        copies = [
-            [(own.first * ref.bytes, own.second * ref.bytes, own.kernels) for own in self.costs.copies(ref, axis, before, after, form, free)]
-            for form in self.forms
-        ]
-        row = (number, first, second, shard, longer, size, latency, ahead, len(runs) - ahead, cuts, even, copies)
-        rows.setdefault((axis, name), []).append(row)
+        passes = tuple(self.costs.copies(ref, axis, before, after, form, free) for form in self.forms)
+        sharers = self.costs.sharers(axis, after) if synchronises else 0
+        return Run(axis, name, first, second, shard, longer, sharers, ahead, len(runs) - ahead, cuts, even, passes)
+
+    def _part(self, rows: Sequence[tuple[int, Run, TensorRef]]) -> Part:
+        numbers, runs, refs = zip(*rows, strict=True)
+        place = {id(run): i for i, run in enumerate(runs)}
+        at = {i: k for k, i in enumerate(place.values())}
+        columns = [np.array(column) for column in zip(*(runs[i] for i in at), strict=True)]
+        _, _, first, second, shard, longer, sharers, forward, backward, joins, even, passes = columns
+        which = np.array([at[place[id(run)]] for run in runs])
+        whole, part = np.array([float(r.bytes) for r in refs]), np.array([self.costs.part_of_bucket(r) for r in refs])
+        summed = sharers[which] > 0
+        sent = np.where(summed, whole / np.maximum(sharers[which], 1) / self.costs.repeats, whole)
+        latency = np.where(summed, part / self.costs.repeats, 1.0)
+        return Part(
+            runs[0].axis, runs[0].collective, np.array(numbers), first[which], second[which], shard[which], longer[which], sent, whole, latency,
+            summed, forward[which], backward[which], joins[which], even[which], passes[which],
+        )  # fmt: skip
 
     def _affine(self, fractions: Sequence[Placement]) -> None:
         """The fractions as affine functions of the shares."""
@@ -175,10 +198,67 @@ class EdgePrices:
         self._cut = np.array([place[piece.slopes[0][0]] if piece.slopes else len(self._cuts) for piece in pieces], dtype=np.int64)
 
 
+class EdgesPriced:
+    """Edges at shares. fractions: of tensors, per kind, by the numbers of `EdgePrices`."""
+
+    def __init__(self, prices: EdgePrices, shares: Shares, fractions: Array):
+        self.prices, self.shares, self.fractions = prices, shares, fractions
+        self.values = [self._values(part) for part in prices.parts]
+        self.copies = [self._copies(part) for part in prices.parts]
+
+    def moved(self, number: int, form: Form, free: bool) -> Moved | None:
+        """What an edge does in a form, freed or not; None where it is to be priced by its terms, because nothing moves or it is cut again."""
+        at = self.prices.rows.get((number, free))
+        if at is None:
+            return None
+        part, row = self.prices.parts[at[0]], at[1]
+        which = self.prices.forms.index(form) if len(self.values[at[0]]) > 1 and form in self.prices.forms else 0
+        ahead, back = (tuple(own[row].tolist()) for own in self.copies[at[0]][which])
+        links, times = self.prices.costs.links[part.axis], (int(part.forward[row]), int(part.backward[row]))
+        return Moved(tuple(self.values[at[0]][which][row].tolist()), *times, bool(part.sums[row]), links.cuts, (ahead, back))
+
+    def weighted(self, forward: Array, backward: Array) -> Array:
+        """(edge, weights) -> weighted seconds; the weights of what runs forward, and backward: weights x kinds."""
+        prices = np.full((self.prices.count, len(forward)), np.inf)
+        for part, values, copies in zip(self.prices.parts, self.values, self.copies, strict=True):
+            found = []
+            for value, (ahead, back) in zip(values, copies, strict=True):
+                apart = value @ forward.T * part.forward[:, None] + value @ backward.T * part.backward[:, None]
+                together = value.max(axis=1, keepdims=True) * (part.forward + part.backward)[:, None]
+                found.append(np.where(part.joins[:, None], together, apart) + ahead @ forward.T + back @ backward.T)
+            best: Array = np.where(part.even[:, None], found[0], np.minimum.reduce(found))
+            np.minimum.at(prices, part.edges, best)
+        prices[np.isinf(prices)] = 0.0  # nothing moves
+        for number, step in self.prices.recuts.items():
+            for event in step.communication:
+                seconds, weights = event.term.at(self.shares), forward if event.direction == "forward" else backward
+                prices[number] += seconds.max() if event.cuts else weights @ seconds
+            for term, weights in ((step.forward, forward), (step.backward, backward)):
+                if term is not None:
+                    prices[number] += weights @ term.at(self.shares)
+        return prices
+
+    def _values(self, part: Part) -> list[Array]:
+        """Per form, seconds of the collective: rows x kinds."""
+        first, second = (self.fractions[which] * part.bytes[:, None] for which in (part.first, part.second))
+        forms, links = self.prices.forms if part.collective == "all_gather" else self.prices.forms[:1], self.prices.costs.links[part.axis]
+        return [
+            np.maximum.reduce([np.array(a) * first + np.array(b) * second + np.outer(part.latency, c) for a, b, c in pieces])
+            for pieces in (links.pieces(part.collective, form) for form in forms)
+        ]
+
+    def _copies(self, part: Part) -> list[tuple[Array, Array]]:
+        """Per form, seconds of copies forward and backward: rows x kinds."""
+        costs, whole = self.prices.costs, part.whole[:, None]
+        shard, longer = (self.fractions[which] * (whole * np.array(costs.per_byte)) for which in (part.shard, part.longer))
+
+        def seconds(passes: Array) -> Array:
+            total: Array = passes[:, :1] * shard + passes[:, 1:2] * longer + passes[:, 2:] * np.array(costs.launch)
+            return total
+
+        forms = range(len(self.prices.forms) if part.collective == "all_gather" else 1)
+        return [(seconds(part.copied[:, form, 0]), seconds(part.copied[:, form, 1])) for form in forms]
+
+
 def _is_recut(edge: Edge) -> bool:
     return is_recut(edge.before.states[edge.axis], edge.after.states[edge.axis])
-
-
-def _part(axis: int, name: str, rows: list[tuple[Any, ...]]) -> Part:
-    columns = [np.array(column) for column in zip(*rows, strict=True)]
-    return Part(axis, name, *columns)

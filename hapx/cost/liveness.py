@@ -69,6 +69,10 @@ class _Walk:
         self.triples = [i.triple for i in program.instructions]
         self.needs = frozenset(program.needs)
         self.last = {p: k for k, t in enumerate(self.triples) for p in t.pre} | dict.fromkeys(program.gives, len(self.triples))
+        self.ends: list[list[Property]] = [[p for p in dict.fromkeys(t.post) if p not in self.last] for t in self.triples]  # what nobody reads
+        for p, k in self.last.items():
+            if k < len(self.triples):
+                self.ends[k].append(p)
         self.static = self.sizes.stored_bytes()
         self.heap = Heap(self.static)
         self.cotangents: dict[Property | Key, Storage] = {}
@@ -128,8 +132,8 @@ class _Walk:
                 self._call(variables, k, triple, triple.body, keeps)
             else:
                 self._convert(variables, k, triple, triple.body)
-            for p in dict.fromkeys((*triple.pre, *triple.post)):
-                if self.last.get(p, -1) <= k and p in variables:
+            for p in self.ends[k]:
+                if p in variables:
                     self.heap.release(variables[p])
                     if p not in self.needs:
                         variables[p] = None

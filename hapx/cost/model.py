@@ -176,20 +176,34 @@ class CostModel:
 
     # --- instructions -------------------------------------------------------------------------------------------------------------------
 
-    def instruction(self, triple: Triple) -> StepCost:
-        """Cost of a node's triple, composites with their communication included."""
-        known = self._forms.get(id(triple))
-        if known is None or known[0] is not triple:
-            known = self._forms[id(triple)] = triple, self._number.of_value(self._form(triple))
-        found = self._by_form.get(known[1])
+    def step(self, triple: Triple) -> StepCost:
+        """Cost of a node's triple, composites with their communication included, or of a conversion. Alike ones share it."""
+        form = self._forms.get(id(triple))
+        if form is None or form[0] is not triple:
+            form = self._forms[id(triple)] = triple, self._number.of_value(self._form(triple))
+        found = self._by_form.get(form[1])
         if found is None:
-            assert triple.node is not None and isinstance(triple.body, OpCall)
-            found = self._by_form[known[1]] = self._instruction(triple, self.graph.nodes[triple.node], triple.body)
+            found = self._by_form[form[1]] = self._step_of(triple)
         return found
+
+    def _step_of(self, triple: Triple) -> StepCost:
+        if isinstance(triple.body, OpCall):
+            assert triple.node is not None
+            return self._instruction(triple, self.graph.nodes[triple.node], triple.body)
+        (post,) = triple.post
+        return self.conversion(self.graph.refs[post.tensor], triple.body, post.placement)
+
+    def instruction(self, triple: Triple) -> StepCost:
+        """As `step`, of a node's triple."""
+        assert triple.node is not None, f"not an instruction: {triple}"
+        return self.step(triple)
 
     def _form(self, triple: Triple) -> Any:
         """Equal for triples whose costs are equal at any lengths."""
-        assert triple.node is not None and isinstance(triple.body, OpCall), f"not an instruction: {triple}"
+        if not isinstance(triple.body, OpCall):
+            (post,) = triple.post
+            return self._route(self.graph.refs[post.tensor], triple.body, post.placement)
+        assert triple.node is not None
         signature = self._signatures.get(triple.node)
         if signature is None:
             signature = self._signatures[triple.node] = self._number.of_value(self._signature(triple.node, self.graph.nodes[triple.node]))
@@ -321,12 +335,16 @@ class CostModel:
 
     def conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
         """Cost of a path of communications that ends in `target`. Free paths cost nothing."""
-        again = ref.name in self._converted_again
-        key = (ref.bytes, ref.kind, ref.name in self._kept, again, tuple([self._number(step) for step in path]), self._number.of_placement(target))
+        key = self._route(ref, path, target)
         known = self._conversions.get(key)
         if known is None:
             known = self._conversions[key] = self._conversion(ref, path, target)
         return known
+
+    def _route(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> Any:
+        """Equal for conversions whose costs are equal at any lengths."""
+        again = ref.name in self._converted_again
+        return ref.bytes, ref.kind, ref.name in self._kept, again, tuple([self._number(step) for step in path]), self._number.of_placement(target)
 
     def _conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
         found: list[CommunicationCost] = []
@@ -363,11 +381,14 @@ class CostModel:
         found: list[CommunicationCost] = []
         if self.links[step.axis].size == 1:
             return found
+        terms: dict[str, Term | None] = {}  # what runs in both directions has one
         for direction, name in self.collectives(ref, step.source, step.target, step.free):
             if direction == "synchronise":
                 found.append(CommunicationCost(direction, self._in_bucket(ref, step, after), self.links[step.axis].cuts))
-            else:
-                self._add(found, direction, step.axis, self._collective(name, ref, step, before, after))
+                continue
+            if name not in terms:
+                terms[name] = self._collective(name, ref, step, before, after)
+            self._add(found, direction, step.axis, terms[name])
         return found
 
     def copies(self, ref: TensorRef, axis: int, before: Placement, after: Placement, form: Form, free: bool) -> tuple[Copies, Copies]:
@@ -444,6 +465,10 @@ class CostModel:
         assert volume is not None and latency is not None
         spared = latency.pieces[0].scaled((self.part_of_bucket(ref) - 1.0,) * len(self.kinds))
         return Term(tuple((p + spared).scaled((1.0 / self.repeats,) * len(self.kinds)) for p in volume.pieces))
+
+    def computed_again(self, ref: TensorRef) -> bool:
+        """Whether conversions of a tensor are carried out again in backward (see `hapx.cost.memory.converted_again`)."""
+        return ref.name in self._converted_again
 
     def sharers(self, axis: int, placement: Placement) -> int:
         """Devices of axes further inside that share a parameter's gradient out among themselves before it is summed along `axis`."""

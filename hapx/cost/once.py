@@ -38,10 +38,9 @@ def once_per_node(function: Callable[[Graph, Node], T]) -> Callable[[Graph, Node
         facts = graph.__dict__.get(name)
         if facts is None:
             facts = graph.__dict__[name] = {}
-        key = node.outputs[0].name
-        found = facts.get(key)
-        if found is None or found[0] is not node:
-            found = facts[key] = node, function(graph, node)
+        found = facts.get(id(node))
+        if found is None or found[0] is not node:  # the node is held, so that its identity stays its own; in a copy of the graph it is another's
+            found = facts[id(node)] = node, function(graph, node)
         return found[1]
 
     return known

@@ -43,7 +43,7 @@ class Piece:
     def scaled(self, factors: Iterable[float]) -> Piece:
         """The piece with each kind's value multiplied by its factor."""
         f = tuple(factors)
-        return Piece(_times(self.const, f), tuple([(cut, _times(slope, f)) for cut, slope in self.slopes]))
+        return Piece(tuple(map(mul, self.const, f)), tuple([(cut, tuple(map(mul, slope, f))) for cut, slope in self.slopes]))
 
     def __add__(self, other: Piece) -> Piece:
         slopes = dict(self.slopes)
@@ -58,7 +58,7 @@ class Piece:
     def below(self, other: Piece) -> bool:
         """Whether `other` is at least as large at all shares, coefficient by coefficient (shares are never negative)."""
         if len(self.slopes) < 2 and [c for c, _ in self.slopes] == [c for c, _ in other.slopes]:  # nearly always
-            return all(map(le, self.const, other.const)) and all(all(map(le, a, b)) for (_, a), (_, b) in zip(self.slopes, other.slopes, strict=True))
+            return all(map(le, self.const, other.const)) and (not self.slopes or all(map(le, self.slopes[0][1], other.slopes[0][1])))
         mine, theirs, none = dict(self.slopes), dict(other.slopes), (0.0,) * len(self.const)
         pairs = [(self.const, other.const), *((mine.get(c, none), theirs.get(c, none)) for c in {**mine, **theirs})]
         return all(a <= b for left, right in pairs for a, b in zip(left, right, strict=True))
@@ -96,10 +96,6 @@ def maximum(pieces: Iterable[Piece]) -> Term | None:
 def constant(values: Iterable[float]) -> Piece:
     """A piece that depends on no share."""
     return Piece(tuple(float(v) for v in values))
-
-
-def _times(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(map(mul, left, right))
 
 
 def _plus(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:

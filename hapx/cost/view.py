@@ -36,6 +36,7 @@ class View:
     cluster: ClusterSpec
     lengths: Lengths | None = None
     _fractions: dict[tuple[Placement, bool], Piece] = field(default_factory=dict, repr=False, compare=False)
+    _works: dict[tuple[Cut | None, ...], Piece] = field(default_factory=dict, repr=False, compare=False)  # where no more than one axis divides it
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -113,7 +114,11 @@ class View:
     def work(self, work: tuple[Cut | None, ...], placements: Sequence[Placement]) -> Piece:
         """Largest part of an instruction's work that a device of each kind does. `placements`: of its operands and outputs; they say
         whether two axes cut one factor."""
-        return self.fraction(work_placement(work, placements))
+        if len(work) - work.count(None) > 1:
+            return self.fraction(work_placement(work, placements))
+        if work not in self._works:
+            self._works[work] = self.fraction(work_placement(work, ()))
+        return self._works[work]
 
     def _affine(self, placement: Placement, bound: bool) -> Piece:
         factor, nested, cut = 1.0, 0.0, None

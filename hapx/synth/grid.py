@@ -18,15 +18,22 @@ from hapx.synth.problem import Problem, StepClass
 from hapx.synth.tables import StepTerms, TensorTable, Values
 from hapx.theory.conversion import INNER, OUTER, may_change, storages
 
+NONE, STAYS = -2, -1  # numbers of edges that are none
 FEW = 3  # kinds up to which every pair of them has weights
+
+
+def padded(prices: Array) -> Array:
+    """Weighted seconds of edges with those of `NONE` and `STAYS`."""
+    return np.vstack([prices, np.full((1, prices.shape[1]), np.inf), np.zeros((1, prices.shape[1]))])
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Edges of a table: source, target and number along each axis; and for each order of the axes, where paths are after each (-1: there is none);
-    source, target and three edges of every path through shards of the inner axis."""
+    """Edges of a table: source, target and number along each axis; their numbers by axis, source and target (`NONE`, `STAYS`); for each order of
+    the axes, where paths are after each (-1: there is none); source, target and three edges of every path through shards of the inner axis."""
 
     edges: tuple[tuple[Numbers, Numbers, Numbers], ...]
+    steps: Numbers
     turns: tuple[tuple[tuple[int, ...], tuple[Numbers, ...]], ...]
     shared: Numbers
 
@@ -40,18 +47,19 @@ class Grid:
         edges: list[Edge] = []
         self.paths = {id(table): self._paths(table, edges) for table in tables}
         self.edges = problem.costs.edge_prices(edges, problem.restriction.forms)
+        self.number: dict[tuple[int, int, int], int] = {}  # of the edge between two placements of a table, by its id
+        for key, paths in self.paths.items():
+            for along in paths.edges:
+                self.number |= {(key, p, q): n for p, q, n in np.transpose(along).tolist()}
         self._allowed: dict[int, Mask] = {}
         self._layouts: dict[int, Layout] = {}  # by id of a class or a table, both kept by the problem
 
     # -- conversions ------------------------------------------------------------------------------------------------------------------------------
 
     def direct(self, table: TensorTable, prices: Array) -> Array:
-        """(source, target, weights) -> the least weighted seconds over the orders of the axes; inf where there is no path."""
-        paths, n, size, w = self.paths[id(table)], len(table.placements), len(table.all_placements), prices.shape[1]
-        step = np.full((len(paths.edges), size, size, w), np.inf)
-        for axis, (sources, targets, numbers) in enumerate(paths.edges):
-            step[axis, sources, targets] = prices[numbers]
-            step[axis, range(size), range(size)] = 0.0
+        """(source, target, weights) -> the least weighted seconds over the orders of the axes; inf where there is no path. prices: see `padded`."""
+        paths, n, w = self.paths[id(table)], len(table.placements), prices.shape[1]
+        step = prices[paths.steps]
         if len(paths.edges) == 1:  # nothing lies between
             return step[0]  # type: ignore[no-any-return]
         best = np.full((n, n, w), np.inf)
@@ -68,7 +76,7 @@ class Grid:
         return best
 
     def _paths(self, table: TensorTable, every: list[Edge]) -> Paths:
-        codes, axes = np.array(table.codes), range(len(self.problem.theory.mesh.axes))
+        codes, axes, size = np.array(table.codes), range(len(self.problem.theory.mesh.axes)), len(table.codes)
         edges = []
         for axis in axes:
             found = []
@@ -80,8 +88,12 @@ class Grid:
                     every.append(Edge(table.ref, axis, before, after, variants))
             made = np.array(found, dtype=np.int64).reshape(-1, 3).T
             edges.append((made[0], made[1], made[2]))
+        steps = np.full((len(axes), size, size), NONE)
+        steps[:, range(size), range(size)] = STAYS
+        for axis, (sources, targets, numbers) in enumerate(edges):
+            steps[axis, sources, targets] = numbers
         if len(axes) == 1:
-            return Paths(tuple(edges), (), np.zeros((5, 0), dtype=np.int64))
+            return Paths(tuple(edges), steps, (), np.zeros((5, 0), dtype=np.int64))
         lookup = np.full(codes.max(axis=0) + 2, -1)
         lookup[tuple(codes.T)] = np.arange(len(codes))
         n, turns = len(table.placements), []
@@ -92,7 +104,7 @@ class Grid:
                 at[:, :, axis] = codes[None, :n, axis]
                 path.append(lookup[tuple(np.moveaxis(at, 2, 0))])
             turns.append((order, tuple(path)))
-        return Paths(tuple(edges), tuple(turns), self._shared(table, every))
+        return Paths(tuple(edges), steps, tuple(turns), self._shared(table, every))
 
     def _shared(self, table: TensorTable, every: list[Edge]) -> Numbers:
         numbers: dict[tuple[Placement, Placement], int] = {}

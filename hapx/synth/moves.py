@@ -17,7 +17,9 @@ from typing import NamedTuple, TypeVar
 
 from hapx.cost.terms import Shares
 from hapx.plan import Communication
-from hapx.synth.effect import Effect, Vector, cheaper, compose, nothing
+from hapx.synth.effect import Effect, Event, Vector, cheaper, compose, nothing
+from hapx.synth.effect import effect as of_events
+from hapx.synth.grid import Grid
 from hapx.synth.problem import Choice, Problem, StepClass
 from hapx.synth.tables import Conversion, Edge, Kept, StepTerms, TensorTable, Values, bits
 from hapx.theory.conversion import storages
@@ -62,6 +64,9 @@ class Moves:
     def __init__(self, problem: Problem, shares: Shares, memory: bool, capacity: Vector | None = None, prices: Vector | None = None):
         self.problem, self.memory, self.capacity, self.prices = problem, memory, capacity, prices
         self.values = Values(problem.terms, shares)
+        problem.grid = problem.grid or Grid(problem)
+        self.grid: Grid = problem.grid
+        self.edges = self.grid.edges.at(shares)
         self.nothing = nothing(problem.terms.kinds)
         self._moves: dict[tuple[int, tuple[int, ...], int], tuple[Move, ...]] = {}
         self._options: dict[tuple[int, int, int, bool], tuple[Option, ...]] = {}
@@ -146,24 +151,43 @@ class Moves:
         if key not in self._between:
             groups: dict[tuple[bool, bool], list[tuple[Effect, Path]]] = {}
             for edges in table.between(source, target):
-                effect = self.edge(edges[0])
+                effect = self.edge(table, edges[0])
                 for edge in edges[1:]:
-                    effect = compose(effect, self.edge(edge))
-                path = tuple(e.step for e in edges)
-                group = any(forward_collective(c.source, c.target) for c in path), any(c.free for c in path)
-                groups.setdefault(group, []).append((effect, path))
-            best = [path for candidates in groups.values() for path in _cheapest(candidates)]
-            found = [table.conversion(source, target, path) for path in best]
-            self._between[key] = tuple((self._effect(c.step), c) for c in found)
+                    effect = compose(effect, self.edge(table, edge))
+                path = tuple([e.step for e in edges])
+                makes, frees = any(forward_collective(c.source, c.target) for c in path), any(c.free for c in path)
+                groups.setdefault((makes, frees), []).append((effect, path))
+            self._between[key] = tuple(
+                (self._whole(table.conversion(source, target, path), effect, makes and not frees), table.conversion(source, target, path))
+                for (makes, frees), candidates in groups.items()
+                for effect, path in _cheapest(candidates)
+            )
         return self._between[key]
 
-    def edge(self, edge: Edge) -> Effect:
+    def _whole(self, conversion: Conversion, effect: Effect, holds: bool) -> Effect:
+        """Of a path with what it keeps in memory; effect: of its edges, which of more than one is not quite that of all, as all copies come last."""
+        if len(conversion.path) > 1:
+            return self._effect(conversion.step)
+        held = conversion.table.held(conversion.table.placements[conversion.target]) if holds else -1
+        return self._counted(effect._replace(memory=self.values[held]))
+
+    def edge(self, table: TensorTable, edge: Edge) -> Effect:
         """The effect of one communication, without what it keeps in memory."""
         key = id(edge)
         if key not in self._edges:
-            c = edge.cost
-            self._edges[key] = self.values.effect(StepTerms(c.forward, c.backward, c.communication, -1)) if self.capacity is None else self.nothing
+            self._edges[key] = self._communication(table, edge) if self.capacity is None else self.nothing
         return self._edges[key]
+
+    def _communication(self, table: TensorTable, edge: Edge) -> Effect:
+        number = self.grid.number.get((id(table), edge.source, edge.target))
+        moved = self.edges.moved(number, edge.step.form, edge.step.free) if number is not None else None
+        if moved is None:
+            terms = table.terms_of(edge)
+            return self.values.effect(StepTerms(terms.forward, terms.backward, terms.communication, -1))
+        seconds, forward, backward, sums, cuts, copied = moved
+        events: list[Event] = [("forward", seconds, cuts)] * forward
+        events += [("synchronise" if sums else "backward", seconds, cuts)] * backward
+        return of_events(events, copied[0], copied[1], self.values.zero)
 
     def price(self, term: int) -> float:
         """What the memory of a term costs."""
@@ -201,10 +225,10 @@ class Moves:
         return tuple(kept)
 
 
-def _cheapest(candidates: list[tuple[Effect, Path]]) -> Iterator[Path]:
+def _cheapest(candidates: list[tuple[Effect, Path]]) -> Iterator[tuple[Effect, Path]]:
     """The paths whose time no other one covers."""
     kept: list[Effect] = []
     for effect, path in sorted(candidates, key=lambda c: c[0].weight):
         if not any(cheaper(other, effect, False) for other in kept):
             kept.append(effect)
-            yield path
+            yield effect, path

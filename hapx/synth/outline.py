@@ -42,6 +42,7 @@ class Outline:
         self._sets: dict[int, list[int]] = {}
         self._inside: dict[int, Mask] = {}
         self._afterwards: dict[int, Numbers] = {}
+        self._following: dict[tuple[int, int], Numbers] = {}
 
     def ends(self, kind: StepClass) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
         """Per slot the placement that each choice needs, per result the one that it gives."""
@@ -78,6 +79,13 @@ class Outline:
             found[n] = [n] * n
             self._afterwards[id(table)] = np.array(found)
         return self._afterwards[id(table)]
+
+    def following(self, kind: StepClass, slot: int) -> Numbers:
+        """(row, choice) -> the row of what is available of a slot after each choice of a class (see `afterwards`)."""
+        key = id(kind), slot
+        if key not in self._following:
+            self._following[key] = self.afterwards(kind.slots[slot].table)[:, self.ends(kind)[0][slot]]
+        return self._following[key]
 
 
 def _first(step: Step) -> tuple[bool, ...]:

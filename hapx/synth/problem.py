@@ -25,7 +25,7 @@ from hapx.errors import PlanError
 from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef
 from hapx.plan import Triple
 from hapx.restriction import Restriction
-from hapx.states import REPLICATED, Cut, Placement, Sharded
+from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.tables import StepTerms, TensorTable, numbered, shards
 from hapx.theory.factors import form_allowed, gathered
@@ -144,6 +144,7 @@ class _Builder:
         self.by_object: dict[int, int] = {}
         self.by_tuple: dict[int, tuple[tuple[Placement, ...], tuple[int, ...]]] = {}
         self.placements: list[Placement] = []
+        self.wanted: dict[tuple[str, int], bool] = {}
         # alike nodes keep the same triples where what is left does not depend on names
         self.nameless = bool(theory.alike) and restriction.split == "auto" and forbidden == NOTHING
         self.triples = self._filtered()
@@ -208,10 +209,15 @@ class _Builder:
     def _split_allowed(self, triple: Triple) -> bool:
         if self.rule.split == "auto":
             return True
-        batch = self.theory.batch
-        wanted = self.rule.split == "batch"
-        shards = ((p.tensor, s) for p in (*triple.pre, *triple.post) for s in p.placement.states if isinstance(s, Sharded))
-        return all(((name, s) in batch) == wanted for name, s in shards)
+        return all(map(self._as_wanted, (*triple.pre, *triple.post)))
+
+    def _as_wanted(self, p: Property) -> bool:
+        """Whether a property splits only what is to be split; most are asked for by many triples."""
+        key = p.tensor, id(p.placement)  # placements are the theory's own objects
+        if key not in self.wanted:
+            shards = [s for s in p.placement.states if isinstance(s, Sharded)]
+            self.wanted[key] = all(((p.tensor, s) in self.theory.batch) == (self.rule.split == "batch") for s in shards)
+        return self.wanted[key]
 
     def _stored(self, name: str) -> tuple[Placement, ...]:
         """Placements in which a parameter may be stored; "sharded": only those in the most shards, each with a unit for every device."""

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hapx.cost.edges import Array, Mask, Numbers
-from hapx.synth.grid import Grid, Prices, Weights
+from hapx.synth.grid import Grid, Prices, Weights, padded
 from hapx.synth.moves import Moves
 from hapx.synth.outline import Outline
 from hapx.synth.periods import Names, Repetition
@@ -112,15 +112,14 @@ class Relaxation:
         self.problem, self.moves = problem, moves
         self.deepest = DEEPEST[len(problem.theory.mesh.axes) > 1]
         self.weights = Weights(problem.terms.kinds)
-        if problem.grid is None:
-            problem.grid = Grid(problem)
-        self.grid: Grid = problem.grid
+        self.grid: Grid = moves.grid
         self.prices = Prices(moves.values, self.weights, moves.capacity, moves.prices)
-        edges = self.grid.edges.at(moves.values.shares, self.weights.forward, self.weights.backward)
-        self.edges = edges if moves.capacity is None else np.zeros_like(edges)
+        edges = moves.edges.weighted(self.weights.forward, self.weights.backward)
+        self.edges = padded(edges if moves.capacity is None else np.zeros_like(edges))
         self._firsts: dict[tuple[int, bool], Array] = {}
         self._directs: dict[int, Array] = {}
         self._converted: dict[int, Array] = {}
+        self._needs: dict[tuple[int, int], Array] = {}
         self._classes: dict[tuple[int, tuple[bool, ...]], Weighted] = {}
         self._contexts: dict[tuple[Use, ...], Context] = {}
         # the table before level k is _base[k] + _offsets[k]
@@ -247,9 +246,15 @@ class Relaxation:
         if name not in step.tensors:
             return _least(self._total(weighted, np.maximum(then[None], after[name][:, None]), offset))
         slot = step.tensors.index(name)
-        needs = weighted.needs[slot]
-        rest = np.maximum(then[None], after[name][self.outline.afterwards(table)[:, needs]]) if step.kind.slots[slot].live else then[None]
-        return _least(self.conversions(table)[:, needs] + self._total(weighted, rest, offset))
+        rest = np.maximum(then[None], after[name][self.outline.following(step.kind, slot)]) if step.kind.slots[slot].live else then[None]
+        return _least(self._needed(step.kind, slot) + self._total(weighted, rest, offset))
+
+    def _needed(self, kind: StepClass, slot: int) -> Array:
+        """(row, choice, weights) -> the least cost of converting a slot to what each choice needs (see `conversions`)."""
+        key = id(kind), slot
+        if key not in self._needs:
+            self._needs[key] = self.conversions(kind.slots[slot].table)[:, self.outline.ends(kind)[0][slot]]
+        return self._needs[key]
 
     def _weighted(self, kind: StepClass, first: tuple[bool, ...]) -> Weighted:
         """`first`: slots that are parameters used for the first time here."""

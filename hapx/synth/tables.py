@@ -9,7 +9,8 @@ Invariant: bit q of `closure(p)` is set iff a tensor in placement p is in placem
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise, permutations, product
 
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
@@ -49,7 +50,7 @@ class Values:
         self.table, self.shares = table, shares
         self.zero: Vector = (0.0,) * table.kinds
         self.matrix = table.values(shares)
-        self._values: list[Vector] = [tuple(row) for row in self.matrix.tolist()]
+        self._values: list[Vector] = list(map(tuple, self.matrix.tolist()))
 
     def __getitem__(self, number: int) -> Vector:
         if number < 0:
@@ -66,22 +67,32 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One communication along one axis. gathers: it is an all_gather of a parameter; those of one path are all freed or all kept."""
+    """One communication along one axis, between two placements of a table (numbers; -1: one of them has none there; `cost` is given). gathers: it is
+    an all_gather of a parameter; those of one path are all freed or all kept."""
 
     step: Communication
     gathers: bool
-    cost: StepTerms
+    source: int
+    target: int
+    cost: StepTerms | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Conversion:
-    """A path between two placements (numbers) with what it costs."""
+    """A path between two placements (numbers) of a table; what all of it costs (memory is not the sum over its edges), once that is asked for."""
 
+    table: TensorTable = field(repr=False)
     source: int
     target: int
     path: tuple[Communication, ...]
-    cost: StepCost
-    step: StepTerms
+
+    @cached_property
+    def cost(self) -> StepCost:
+        return self.table.cost.conversion(self.table.ref, self.path, self.table.placements[self.target])
+
+    @cached_property
+    def step(self) -> StepTerms:
+        return numbered(self.table.terms, self.cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +179,7 @@ class TensorTable:
             cost = self.cost.conversion(self.ref, (step,), at)
             key = id(cost), step.axis, id(step.source), id(step.target), step.form
             if key not in self._shared_edges:
-                self._shared_edges[key] = cost, Edge(step, False, numbered(self.terms, cost))
+                self._shared_edges[key] = cost, Edge(step, False, -1, -1, numbered(self.terms, cost))
             yield self._shared_edges[key][1]
 
     def edges(self, source: int, target: int) -> tuple[Edge, ...]:
@@ -178,17 +189,18 @@ class TensorTable:
             before, after = self.all_placements[source], self.all_placements[target]
             steps = [path[0] for path in direct_paths(self.ref, self.mesh, before, after, self.rule.forms)]
             found = [replace(c, free=True) if free else c for c in steps for free in self.variants(c.axis, c.source, c.target)]
-            self._edges[key] = tuple(
-                Edge(c, self._gathers(c.source, c.target), numbered(self.terms, self.cost.conversion(self.ref, (c,), after))) for c in found
-            )
+            self._edges[key] = tuple([Edge(c, self._gathers(c.source, c.target), source, target) for c in found])
         return self._edges[key]
 
+    def terms_of(self, edge: Edge) -> StepTerms:
+        """What one communication costs."""
+        return edge.cost or numbered(self.terms, self.cost.conversion(self.ref, (edge.step,), self.all_placements[edge.target]))
+
     def conversion(self, source: int, target: int, path: tuple[Communication, ...]) -> Conversion:
-        """A path with the cost of all of it (memory is not the sum over its edges)."""
+        """A path, one object for all who ask for it."""
         key = source, target, path
         if key not in self._conversions:
-            cost = self.cost.conversion(self.ref, path, self.placements[target])
-            self._conversions[key] = Conversion(source, target, path, cost, numbered(self.terms, cost))
+            self._conversions[key] = Conversion(self, source, target, path)
         return self._conversions[key]
 
     def held(self, target: Placement) -> int:

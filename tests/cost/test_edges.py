@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
 import pytest
 
-from hapx.cost.edges import Edge
-from hapx.cost.model import CostModel
+from hapx.cost.edges import Edge, Moved
+from hapx.cost.model import CostModel, StepCost
 from hapx.ir import Kind, TensorRef
 from hapx.layout import compatible
 from hapx.plan import Axis, Mesh
@@ -45,11 +47,12 @@ def test_the_price_of_an_edge_is_that_of_its_cheapest_form(mesh: Mesh, kind: Kin
     cuts = {s.cut for e in edges for p in (e.before, e.after) for s in p.states if isinstance(s, Sharded) and s.cut.row.kind != "even"}
     shares = {cut: np.array([0.3 + 0.01 * i, 0.2 - 0.01 * i]) for i, cut in enumerate(sorted(cuts, key=str))}
     ways = {"forward": np.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]), "backward": np.array([[1.0, 0.0], [1.0, 0.0], [0.4, 0.6]])}
-    prices = costs.edge_prices(edges, frozenset(forms)).at(shares, ways["forward"], ways["backward"])
-    for edge, price in zip(edges, prices, strict=True):
+    priced = costs.edge_prices(edges, frozenset(forms)).at(shares)
+    for number, (edge, price) in enumerate(zip(edges, priced.weighted(ways["forward"], ways["backward"]), strict=True)):
         found = []
         for path, free in product(direct_paths(ref, mesh, edge.before, edge.after, frozenset(forms)), edge.free):
             step = costs.conversion(ref, (replace(path[0], free=free),), edge.after)
+            assert_does(priced.moved(number, path[0].form, free), step, shares)
             total = np.zeros(3)
             for way, term in (("forward", step.forward), ("backward", step.backward)):
                 total += ways[way] @ term.at(shares) if term is not None else 0.0
@@ -59,3 +62,16 @@ def test_the_price_of_an_edge_is_that_of_its_cheapest_form(mesh: Mesh, kind: Kin
             found.append(total)
         assert price == pytest.approx(np.min(found, axis=0), rel=1e-12), edge
     assert len(edges) > 15
+
+
+def assert_does(moved: Moved | None, step: StepCost, shares: Mapping[Cut, np.ndarray]) -> None:
+    """That one edge in one form, priced among many, is what its terms say."""
+    if moved is None:
+        assert step.communication == () and step.forward is None and step.backward is None
+        return
+    back = "synchronise" if moved.sums else "backward"
+    assert Counter(c.direction for c in step.communication) == Counter({"forward": moved.forward, back: moved.backward}) - Counter()
+    for c in step.communication:
+        assert c.term.at(shares) == pytest.approx(moved.seconds, rel=1e-12) and c.cuts == moved.cuts
+    for term, copied in zip((step.forward, step.backward), moved.copied, strict=True):
+        assert (term.at(shares) if term is not None else np.zeros(2)) == pytest.approx(copied, rel=1e-12)

@@ -13,7 +13,7 @@ from hapx.cost.model import CommunicationCost, StepCost
 from hapx.cost.terms import Piece, Shares, Term
 from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef
 from hapx.layout import compatible
-from hapx.plan import Axis, Communication, Mesh, Triple
+from hapx.plan import Axis, Communication, Form, Mesh, Triple
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Property, Sharded, State
 from hapx.theory.conversion import direct_paths
 from hapx.theory.triple import Theory
@@ -95,7 +95,7 @@ class ToyCosts:
 
     def held(self, ref: TensorRef, target: Placement) -> Term | None:
         """Only parameters are kept by conversions here."""
-        return None
+        return self.term(f"{ref.shape}{target}m", 2.0) if ref.kind is Kind.PARAMETER and self.memory else None
 
     def storage(self, ref: TensorRef, placement: Placement) -> Term:
         cuts = tuple(s.cut for s in placement.states if isinstance(s, Sharded) and s.cut.row.kind != "even")
@@ -114,14 +114,30 @@ class ToyPrices:
     edges: Sequence[Edge]
     forms: frozenset[str]
 
-    def at(self, shares: Shares, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-        return np.array([self._least(edge, shares, forward, backward) for edge in self.edges]).reshape(len(self.edges), len(forward))
+    def at(self, shares: Shares) -> ToyPriced:
+        return ToyPriced(self, shares)
 
-    def _least(self, edge: Edge, shares: Shares, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-        steps = [path[0] for path in direct_paths(edge.ref, self.costs.mesh, edge.before, edge.after, self.forms)]
+
+@dataclass(frozen=True)
+class ToyPriced:
+    """What `hapx.cost.edges.EdgesPriced` does, but that every edge is to be priced by its terms."""
+
+    prices: ToyPrices
+    shares: Shares
+
+    def moved(self, number: int, form: Form, free: bool) -> None:
+        return None
+
+    def weighted(self, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+        edges = self.prices.edges
+        return np.array([self._least(edge, forward, backward) for edge in edges]).reshape(len(edges), len(forward))
+
+    def _least(self, edge: Edge, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+        costs_of, shares = self.prices.costs, self.shares
+        steps = [path[0] for path in direct_paths(edge.ref, costs_of.mesh, edge.before, edge.after, self.prices.forms)]
         found = []
         for step in (replace(c, free=free) for c in steps for free in edge.free):
-            costs = self.costs.conversion(edge.ref, (step,), edge.after).communication
+            costs = costs_of.conversion(edge.ref, (step,), edge.after).communication
             total = np.zeros(len(forward))
             for c in costs:
                 value = c.term.at(shares)
