@@ -26,15 +26,15 @@ from hapx.lower import Candidate
 from hapx.parts import part
 from hapx.pipelines import Piece, joined, piece_of, predicted, scheduled
 from hapx.plan import Instruction, Plan, Triple
-from hapx.planner import plan_spmd
+from hapx.planner import plan_spmd, views
 from hapx.predict import Staged
 from hapx.progress import Teller
 from hapx.restriction import Restriction
 from hapx.scarcity import lacks_memory
 from hapx.schedules import crossings_between, hiding, in_flight
-from hapx.stage_prices import Asker
+from hapx.stage_prices import SHARDED, Asker, view_of
 from hapx.stages.clustering import find_layers, node_flops
-from hapx.stages.costs import ONE_F_ONE_B, Pipeline, warm
+from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline, warm
 from hapx.stages.dp import solve
 from hapx.stages.plain import plain_pipelines
 from hapx.stages.space import space
@@ -46,8 +46,11 @@ from hapx.theory.normalise import warn_of_mixing
 
 NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
 MOST_ASKS = 60  # shapes (at one number of micro-batches), unless nothing was found yet
-SMALL = 200  # nodes of a graph for which a search under limits of memory does not take long
-DISCIPLINES = (ONE_F_ONE_B, warm(1), warm(2))
+POLISH = 0.01  # how far from the optimum stages may be that are planned once more
+WORTH = 0.01  # of the time, for which another number of micro-batches is looked at
+SMALL = 100  # nodes of a graph for which a search under limits of memory does not take long
+DISCIPLINES = (ONE_F_ONE_B, warm(1))
+ENOUGH = 8  # micro-batches per stage
 SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
 PUT_TOGETHER = 3  # pipelines that are simulated
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
@@ -93,11 +96,11 @@ def at_full_speed(asked: Setting) -> float:
 
 def numbers_of_micro_batches(batch: int, cluster: ClusterSpec, scarce: bool = False) -> tuple[int, ...]:
     """Those that are tried: divisors of the batch near 4 and 2 times as many as there are machines (eight at least), or devices of
-    a single one; near 16 and 32 times where memory is scarce."""
+    a single one; near 32 times where memory is scarce."""
     unit = max(len(cluster.machines), 8) if len(cluster.machines) > 1 else cluster.num_devices
     divisors = [n for n in range(2, batch + 1) if batch % n == 0]
     found: list[int] = []
-    for wanted in (16 * unit, 32 * unit) if scarce else (4 * unit, 2 * unit):
+    for wanted in (32 * unit,) if scarce else (4 * unit, 2 * unit):
         found += sorted((n for n in divisors if n not in found), key=lambda n: (abs(n - wanted), n))[:1]
     return tuple(found)
 
@@ -120,7 +123,7 @@ def pipelines(
             watch(f"capturing one of {number} micro-batches")
             asker = _asker(asked, rule, parts, number)
             if asker is not None and (not askers or len(asker.layers) == len(askers[0].layers)):
-                asker.other = askers[0] if askers else None
+                asker.others = askers
                 askers.append(asker)
         if not askers:
             return []
@@ -128,9 +131,10 @@ def pipelines(
         # smaller micro-batches take less memory
         todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
     plans.sort(key=lambda m: m.plan.iteration_time)
-    while more and plans and asked.graph.batch % (number := 2 * plans[0].asker.asked.repeats) == 0:  # the same stages with more micro-batches
+    while more and plans and _fewer_bubbles(plans[0]) and asked.graph.batch % (number := 2 * plans[0].asker.asked.repeats) == 0:
         watch(f"the best pipeline with {number} micro-batches")
-        further = next((a for a in askers if a.asked.repeats == number), None) or _asker(asked, rule, parts, number)
+        known = any(a.asked.repeats == number for a in askers)  # then the program has looked at it
+        further = None if known else _asker(asked, rule, parts, number)
         if further is None or len(further.layers) != len(plans[0].asker.layers):
             break
         made = _put_together(further, plans[0].pipeline, asked.rule, dict(plans[0].plan.statistics))
@@ -155,11 +159,13 @@ def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callab
     for _ in range(ROUNDS):
         found = solve(
             askers[0].classes, space(asked.cluster), [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, below=below,
-            keep=PUT_TOGETHER + 1, watch=told,
+            keep=2 * PUT_TOGETHER, watch=told,
         )  # fmt: skip
         plain = [p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision)]
-        candidates = dict.fromkeys([*found.pipelines, *plain])
-        wanted = sorted((p for p in candidates if 1 < len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below), key=lambda p: p.time)
+        candidates = (p for p in (*found.pipelines, *plain) if 1 < len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below)
+        # all schedules are tried of what is put together
+        apart = {(p.micro_batches, *((s.start, s.stop, s.shape) for s in p.stages)): p for p in sorted(candidates, key=lambda p: -p.time)}
+        wanted = sorted(apart.values(), key=lambda p: p.time)
         for pipeline in wanted[:PUT_TOGETHER]:
             asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
             statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}
@@ -168,6 +174,11 @@ def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callab
         if plans or not wanted:
             break
     return plans
+
+
+def _fewer_bubbles(made: _Made) -> bool:
+    """Whether twice as many micro-batches may be worth a look: bubbles take stages - 1 of micro-batches + stages - 1 parts."""
+    return (len(made.pieces) - 1) / 2 > WORTH * made.asker.asked.repeats
 
 
 @dataclass(frozen=True)
@@ -211,43 +222,58 @@ def _put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistic
 
 def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, statistics: dict[str, Any]) -> Plan:
     """The plan with the schedule that is fastest in simulation, of those whose micro-batches fit. Raises InsufficientMemoryError where none does."""
-    plan = joined(pieces, asked, statistics)
-    first = Staged(replace(plan, schedules={asked.key: scheduled(plan, asked.key, "1f1b")}))
-    crossings = crossings_between(plan.boundaries(asked.key), asked.graph.refs)
-    styles = dict.fromkeys(["1f1b", str(hiding(first.seconds, crossings)), "1f1b-warm:1", "1f1b-warm:2", "gpipe"])
-    found = [first.under(scheduled(plan, asked.key, style)) for style in styles]
-    fitting = [s for s in found if all(held <= asked.cluster.type_of(d).memory for d, held in enumerate(s.memory))]
-    if not fitting:
-        raise InsufficientMemoryError("no schedule of the pipeline fits into memory")
-    return replace(predicted(min(fitting, key=lambda s: s.timetable.total)), restriction=rule)
+    plan, key = joined(pieces, asked, statistics), asked.key
+    some = ENOUGH * len(pieces)  # micro-batches that tell schedules apart: in between, a pipeline repeats itself
+    first = Staged(replace(plan, schedules={key: scheduled(plan, key, "1f1b", some)}))
+    crossings = crossings_between(plan.boundaries(key), asked.graph.refs)
+    styles = dict.fromkeys(["1f1b", str(hiding(first.seconds, crossings)), "1f1b-warm:1", "1f1b-warm:2"])
+    if asked.repeats <= some:
+        styles["gpipe"] = None
+    found = sorted((first.under(scheduled(plan, key, style, some)) for style in styles), key=lambda s: s.timetable.total)
+    for staged in found:
+        if asked.repeats > some:
+            staged = first.under(scheduled(plan, key, staged.plan.schedules[key].name))
+        if all(held <= asked.cluster.type_of(d).memory for d, held in enumerate(staged.memory)):
+            return replace(predicted(staged), restriction=rule)
+    raise InsufficientMemoryError("no schedule of the pipeline fits into memory")
 
 
 def _polished(made: _Made, asked: Setting) -> Plan | None:
-    """The stages that take longest planned once more, with all forms on all views; None where none of them gets faster."""
+    """The stages that take longest planned once more, with all forms, also on the flat view; None where the slowest one does not get faster."""
     plan, asker = made.plan, made.asker
     kept, number = in_flight(plan.schedules[plan.first]), asker.asked.repeats
     seconds = [p.times.micro * number + p.times.iteration for p in made.pieces]
-    rule = replace(asked.rule, segments="none", max_stages=1, remat="none")
     known: dict[Any, Piece | None] = {}
     pieces = list(made.pieces)
-    for i, (stage, piece) in enumerate(zip(made.pipeline.stages, made.pieces, strict=True)):
-        if seconds[i] < SLOW_STAGE * max(seconds):
-            continue
+    for i in sorted((i for i, s in enumerate(seconds) if s > SLOW_STAGE * max(seconds)), key=lambda i: -seconds[i]):
+        stage, piece = made.pipeline.stages[i], made.pieces[i]
         key = asker.classes[stage.start : stage.stop], stage.shape
         if key not in known:
-            own = replace(asker.asked, graph=piece.graph, cluster=stage.shape.spec(asked.cluster), rule=rule, in_flight=kept[i])
-            known[key] = None
-            with suppress(InsufficientMemoryError, PlanError):
-                best = plan_spmd(own, Counters())[0] if len(own.graph.nodes) <= SMALL else asker.roomy(own, None)
-                known[key] = piece_of(best, piece.nodes, tuple(range(stage.shape.num_devices))) if best is not None else None
+            known[key] = _planned_again(asker, stage, piece, asked.rule, kept[i])
         better = known[key]
         faster = better is not None and better.times.micro * number + better.times.iteration < seconds[i]
-        if better is not None and faster and asker.fits(better) >= kept[i]:
-            pieces[i] = _placed(asker, stage.start, stage.stop, better, stage.devices)
+        if better is None or not faster or asker.fits(better) < kept[i]:
+            break  # faster other stages are of no use
+        pieces[i] = _placed(asker, stage.start, stage.stop, better, stage.devices)
     if all(a is b for a, b in zip(pieces, made.pieces, strict=True)):
         return None
     with suppress(HapError):
         return _scheduled(pieces, asker.asked, asked.rule, dict(plan.statistics))
+    return None
+
+
+def _planned_again(asker: Asker, stage: Assigned, piece: Piece, rule: Restriction, kept: int) -> Piece | None:
+    """A stage planned for so many micro-batches in flight; a large one as if memory were no matter."""
+    large = len(piece.graph.nodes) > SMALL
+    rule = replace(rule, segments="none", max_stages=1, remat="none")
+    if large and stage.answer.plan >= SHARDED and len(stage.devices) > 1:
+        rule = replace(rule, storage="sharded")
+    cluster = stage.shape.spec(asker.asked.cluster)
+    own = replace(asker.asked, graph=piece.graph, cluster=cluster, rule=rule, in_flight=kept, within=POLISH)
+    meshes = list(dict.fromkeys([view_of(own), views(cluster, rule)[0]]))
+    with suppress(InsufficientMemoryError, PlanError):
+        best = asker.roomy(own, meshes) if large else plan_spmd(own, Counters(), meshes)[0]
+        return piece_of(best, piece.nodes, tuple(range(cluster.num_devices))) if best is not None else None
     return None
 
 

@@ -157,11 +157,12 @@ def _with_blocks_of(pieces: Sequence[Piece], graph: Graph) -> Graph:
     return replace(graph, regions=tuple(sorted([*given, *own], key=lambda r: (r.start, -r.stop, r.kind))))
 
 
-def scheduled(plan: Plan, key: ProgramKey, style: Style | str) -> Schedule:
-    """A schedule for a program of a plan, checked."""
+def scheduled(plan: Plan, key: ProgramKey, style: Style | str, most: int | None = None) -> Schedule:
+    """A schedule for a program of a plan, checked. most: micro-batches, where a part of the iteration is enough."""
     graph, groups = plan.graphs[key], groups_of(plan)
     assert graph.micro_batches is not None, "a graph of micro-batches"
-    sizes = (graph.batch,) * graph.micro_batches.number
+    number = graph.micro_batches.number
+    sizes = (graph.batch,) * (number if most is None else min(number, most))
     crossings = crossings_between(plan.boundaries(key), graph.refs, key.mode == "train")
     schedule = make(style if key.mode == "train" else "forward", groups, crossings, sizes, plan.ties)
     check(schedule, groups, crossings, plan.ties)

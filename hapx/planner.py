@@ -40,6 +40,7 @@ from hapx.synth.forbidden import NOTHING
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
 from hapx.theory.normalise import normalised
+from hapx.theory.triple import Theory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,12 +89,14 @@ def _groups_are_equal(cluster: ClusterSpec, inner: int) -> bool:
 # -- one program ------------------------------------------------------------------------------------------------------------------------------------
 
 
-def plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> list[Candidate]:
-    """Candidates for one graph on all devices, best first, on every allowed view.
+def plan_spmd(
+    setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, theories: Mapping[str, Theory] | None = None
+) -> list[Candidate]:
+    """Candidates for one graph on all devices, best first, on every allowed view. theories: by the name of a view, where they are known.
 
     Raises InsufficientMemoryError or PlanError where no view has a program."""
     with _without_collections():
-        return _plan_spmd(setting, counters, meshes)
+        return _plan_spmd(setting, counters, meshes, theories or {})
 
 
 @contextmanager
@@ -111,7 +114,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None) -> list[Candidate]:
+def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, theories: Mapping[str, Theory]) -> list[Candidate]:
     found: list[Candidate] = []
     old: list[Candidate] = []
     failures: list[HapError] = []
@@ -122,7 +125,7 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
         known = min((c.cost for c in found), default=float("inf"))
         told = Teller(setting.progress, counters.search, mesh.name, number, len(allowed), known)
         told("deriving rules")
-        theory = derive(setting.graph, mesh)
+        theory = theories.get(mesh.name) or derive(setting.graph, mesh)
         counters.theory_time += time.perf_counter() - began
         began = time.perf_counter()
         outcome: dict[str, Any] = {"view": mesh.name}

@@ -9,7 +9,7 @@ seconds and bytes are an answer. Stages of the best pipelines are planned each f
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,6 +41,7 @@ from hapx.theory.triple import Theory
 PART = 1e-4  # of the seconds that the synchronisation of gradients would take, in bounds
 FEW = 8  # micro-batches for which an answer should have room, if there are as many
 ROUGH = 0.03  # how far from the optimum programs of the whole model may be
+FAR_TOO_MUCH = 2.0
 ROOM = 1000  # times the memory that there is
 PLAIN, SHARDED, RECOMPUTED = range(3)  # levels of thrift: as is fastest; parameters in shards; and blocks computed again in backward
 STORED = (Kind.PARAMETER, Kind.BUFFER)
@@ -55,7 +56,7 @@ class Asker:
     counters: Counters = field(default_factory=Counters)
     calls: int = 0
     known: dict[Hashable, tuple[Answer, ...]] = field(default_factory=dict)
-    other: Asker | None = None  # for another number of micro-batches
+    others: Sequence[Asker] = ()  # for other numbers of micro-batches
     wholes: dict[tuple[Shape, int], WholeModel | None] = field(default_factory=dict)
     library: dict[Hashable, Candidate] = field(default_factory=dict)  # by group of shapes
     theories: dict[int, Theory] = field(default_factory=dict)
@@ -154,7 +155,7 @@ class Asker:
         """By programs of the whole model on the shape: what they do for these layers is a program for these layers."""
         low, wanted = self.bound(start, stop, shape), min(self.asked.repeats, FEW)
         found: list[Answer] = []
-        for level in _levels(shape):
+        for level in self.levels(shape):
             if found and found[-1].most_in_flight >= wanted:
                 break
             whole = self._whole(shape, level)
@@ -165,7 +166,7 @@ class Asker:
     def refuse(self, start: int, stop: int, shape: Shape, in_flight: int) -> None:
         """So many micro-batches do not fit after all; fewer do where a program that was planned for these layers has room for them."""
         key = self.classes[start:stop], shape
-        planned = [self.fits(p) for level in _levels(shape) if (p := self.pieces.get((*key, level))) is not None]
+        planned = [self.fits(p) for level in self.levels(shape) if (p := self.pieces.get((*key, level))) is not None]
         most = min(in_flight - 1, max(planned, default=0))
         fewer = [replace(a, most_in_flight=min(a.most_in_flight, most)) for a in self.known[key]]
         self.known[key] = tuple(a for a in fewer if a.most_in_flight > 0)
@@ -176,6 +177,16 @@ class Asker:
             best = self._carried(shape, level) or self._searched(shape, level)
             self.wholes[shape, level] = WholeModel(best, self.layers) if best is not None else None
         return self.wholes[shape, level]
+
+    def levels(self, shape: Shape) -> tuple[int, ...]:
+        """Levels of thrift that are tried on a shape: no plain one where a part of the parameters that suits its part of the devices is far too much
+        for each of them, so that they must be in shards."""
+        if shape.num_devices == 1:
+            return (PLAIN, RECOMPUTED)
+        cluster = self.asked.cluster
+        least = min(cluster.device_types[t].memory for t in shape.types)
+        own = float(self._work[1][-1]) * shape.num_devices / cluster.num_devices
+        return (SHARDED, RECOMPUTED) if own > FAR_TOO_MUCH * least else (PLAIN, SHARDED, RECOMPUTED)
 
     def _setting(self, shape: Shape, level: int, graph: Graph | None = None) -> Setting:
         """For the planner, of the whole graph or a part of it."""
@@ -193,18 +204,15 @@ class Asker:
 
     def _carried(self, shape: Shape, level: int) -> Candidate | None:
         """A program that was searched on a shape like this one, or for another number of micro-batches."""
-        for asker in (self, self.other):
-            known = asker.library.get(_group(shape, level)) if asker is not None else None
+        for asker in (self, *self.others):
+            known = asker.library.get(_group(shape, level))
             if known is None:
                 continue
             setting = self._setting(shape, level)
             mesh = view_of(setting)
             if known.theory.graph is setting.graph:
                 return carried(known, replace(known.theory, mesh=mesh), setting.cluster)
-            key = len(mesh.axes)
-            if key not in self.theories:
-                self.theories[key] = derive(self.asked.graph, mesh)
-            theory = replace(self.theories[key], graph=setting.graph, mesh=mesh)
+            theory = self._theory(setting.graph, mesh)
             costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
             found = carried(known, theory, setting.cluster, costs)
             if found is not None:
@@ -212,27 +220,35 @@ class Asker:
                 return found
         return None
 
+    def _theory(self, graph: Graph, mesh: Mesh) -> Theory:
+        """Of the graph of this asker, perhaps with blocks that are computed again: on meshes with as many axes it is the same one."""
+        key = len(mesh.axes)
+        if key not in self.theories:
+            self.theories[key] = derive(self.asked.graph, mesh)
+        return replace(self.theories[key], graph=graph, mesh=mesh)
+
     def _searched(self, shape: Shape, level: int) -> Candidate | None:
         self.calls += 1
         setting = self._setting(shape, level)
-        found = self.roomy(setting, [view_of(setting)])
+        mesh = view_of(setting)
+        found = self.roomy(setting, [mesh], {mesh.name: self._theory(setting.graph, mesh)})
         if found is not None:
             self.library[_group(shape, level)] = found
         return found
 
-    def roomy(self, setting: Setting, meshes: Sequence[Mesh] | None) -> Candidate | None:
+    def roomy(self, setting: Setting, meshes: Sequence[Mesh] | None, theories: Mapping[str, Theory] | None = None) -> Candidate | None:
         """The planner's program if memory were no matter, at the costs of the actual devices."""
         types = {name: replace(kind, memory=kind.memory * ROOM) for name, kind in setting.cluster.device_types.items()}
         roomy = replace(setting, cluster=replace(setting.cluster, device_types=types))
         with suppress(InsufficientMemoryError, PlanError):
-            found = plan_spmd(roomy, self.counters, meshes)[0]
+            found = plan_spmd(roomy, self.counters, meshes, theories)[0]
             return replace(found, costs=found.costs.changed(cluster=setting.cluster))
         return None
 
     def piece(self, start: int, stop: int, shape: Shape, in_flight: int, level: int = PLAIN) -> Piece | None:
         """Layers planned on a shape for so many micro-batches in flight: a program that has room for them, at this level of thrift or the next."""
         nodes = (self.layers[start][0], self.layers[stop - 1][1])
-        for thrift in _levels(shape):
+        for thrift in self.levels(shape):
             if thrift < level:
                 continue
             key = self.classes[start:stop], shape, thrift
@@ -311,11 +327,6 @@ class WholeModel:
 def _synchronised(step: StepCost) -> float:
     """Seconds of the synchronisation of gradients after a step's backward."""
     return sum(float(c.term.at({}).max()) for c in step.communication if c.direction == "synchronise")
-
-
-def _levels(shape: Shape) -> tuple[int, ...]:
-    """Levels of thrift that differ."""
-    return (PLAIN, SHARDED, RECOMPUTED) if shape.num_devices > 1 else (PLAIN, RECOMPUTED)
 
 
 def _group(shape: Shape, level: int) -> Hashable:

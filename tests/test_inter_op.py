@@ -70,7 +70,7 @@ def contrastive() -> nn.Module:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+            self.body = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(16)))
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.body(x)
@@ -85,7 +85,7 @@ def with_batch_norm() -> nn.Module:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), *(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+            self.body = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), *(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(16)))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.body(x).square().mean()

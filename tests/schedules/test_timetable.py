@@ -156,6 +156,18 @@ def test_warm_hides_a_slow_link() -> None:
     assert str(hiding(slow, chain(2))) == "1f1b-warm:2,0"
 
 
+def test_a_stage_in_the_middle_sends_both_ways_over_one_card() -> None:
+    """Activations to the next stage, cotangents to the one before: a card sends one after the other, and receives so."""
+    pairs = [(0, 1), (1, 0), (1, 2), (2, 1)]
+    free = Seconds((1.0,) * 3, (2.0,) * 3, crossing=dict.fromkeys(pairs, 2.5))
+    cards = replace(free, links={(a, b): (("out", a), ("in", b)) for a, b in pairs})
+    number = 64
+    schedules = [make(hiding(s, chain(3)), (0, 1, 2), chain(3), (1,) * number) for s in (free, cards)]
+    apart, shared = timetable(schedules[0], free).total, timetable(schedules[1], cards).total
+    assert apart / number == pytest.approx(3.0, rel=0.15)  # computing decides
+    assert 5.0 <= shared / number < 5.6  # the card of the stage in the middle: 2.5 out to either side for every micro-batch
+
+
 def test_hiding_pays() -> None:
     """200 random pipelines of uneven stages and links: never slower than 1F1B, on the average a fifth faster."""
     random, gains = Random(0), []
