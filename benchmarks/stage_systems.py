@@ -35,6 +35,7 @@ from hapx.plan import Plan
 from hapx.planner import plan_graphs
 from hapx.predict import predictions
 from hapx.restriction import AUTO, Restriction
+from hapx.scarcity import lacks_memory
 from hapx.stage_prices import Asker
 from hapx.stages.clustering import Layers, equal_operators, find_layers
 from hapx.stages.costs import ONE_F_ONE_B, Answer, Assigned, Pipeline, Prices, latency
@@ -94,7 +95,12 @@ class Bench:
     @cached_property
     def tried(self) -> tuple[int, ...]:
         """Numbers of micro-batches."""
-        return self.numbers or inter_op.numbers_of_micro_batches(self.case.model.whole.batch, self.case.cluster)
+        return self.numbers or inter_op.numbers_of_micro_batches(self.case.model.whole.batch, self.case.cluster, self.scarce)
+
+    @cached_property
+    def scarce(self) -> bool:
+        """Whether one program of the whole batch has too little memory."""
+        return lacks_memory(self.case.setting())
 
     # ---- systems ------------------------------------------------------------------------------------------------------
 
@@ -116,10 +122,10 @@ class Bench:
     def spmd(self) -> Found:
         """One program on all devices, the whole batch at once."""
         whole, began = self.case.model.whole, time.process_time()
-        try:
-            plan = plan_graphs([whole], self.case.cluster, precision=PRECISION, optimizer=OPTIMIZER)
-        except InsufficientMemoryError:
-            plan = None
+        plan = None
+        if not self.scarce or len(whole.nodes) <= inter_op.SMALL:
+            with suppress(InsufficientMemoryError):
+                plan = plan_graphs([whole], self.case.cluster, precision=PRECISION, optimizer=OPTIMIZER, more=None)
         return Found(SPMD, plan, Costs(rest=time.process_time() - began))
 
     def accumulated(self) -> Found:
@@ -255,14 +261,16 @@ def _replaced(known: Memo, clock: _Clock, make_space: Any, program: Any, layers:
 
     class Remembering(Asker):
         def ask(self, start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
-            rule = replace(self.asked.rule, name="")
-            key = (self.asked.repeats, rule, self.classes[start:stop], shape)
-            if key not in known:
-                began = time.process_time()
-                known[key] = super().ask(start, stop, shape)
-                clock.asking += time.process_time() - began
-                clock.asks += 1
-            return known[key]
+            own = self.classes[start:stop], shape
+            if own not in self.known:  # what this asker refused stays refused
+                key = (self.asked.repeats, replace(self.asked.rule, name=""), *own)
+                if key not in known:
+                    began = time.process_time()
+                    known[key] = super().ask(start, stop, shape)
+                    clock.asking += time.process_time() - began
+                    clock.asks += 1
+                self.known[own] = known[key]
+            return self.known[own]
 
     def timed(*args: Any, **options: Any) -> Solution:
         began = time.process_time()

@@ -165,7 +165,7 @@ def test_a_stage_in_the_middle_sends_both_ways_over_one_card() -> None:
     schedules = [make(hiding(s, chain(3)), (0, 1, 2), chain(3), (1,) * number) for s in (free, cards)]
     apart, shared = timetable(schedules[0], free).total, timetable(schedules[1], cards).total
     assert apart / number == pytest.approx(3.0, rel=0.15)  # computing decides
-    assert 5.0 <= shared / number < 5.6  # the card of the stage in the middle: 2.5 out to either side for every micro-batch
+    assert 5.0 <= shared / number < 6.0  # the card of the stage in the middle: 2.5 out to either side for every micro-batch, and waiting
 
 
 def test_hiding_pays() -> None:
