@@ -38,10 +38,11 @@ from hapx.restriction import AUTO, Restriction
 from hapx.scarcity import lacks_memory
 from hapx.stage_prices import Asker
 from hapx.stages.clustering import Layers, equal_operators, find_layers
-from hapx.stages.costs import ONE_F_ONE_B, Answer, Assigned, Pipeline, Prices, latency
+from hapx.stages.costs import ONE_F_ONE_B, Answer, Pipeline, Prices
 from hapx.stages.dp import Solution, solve
+from hapx.stages.plain import pipeline_by_hand
 from hapx.stages.space import Space, space
-from hapx.stages.submeshes import Shape, ordered, shape_of
+from hapx.stages.submeshes import Shape
 from hapx.theory.discover import discover
 
 SPMD, PIPELINE, ISLANDS, EQUAL, DP_PP = "SPMD", "pipeline", "equal-GPU islands", "equal layers", "dp+pp"
@@ -217,28 +218,9 @@ def equal_layers(cluster: ClusterSpec) -> Callable[..., Solution]:
 
 def _equal(cluster: ClusterSpec, layers: int, groups: Sequence[Sequence[int]], prices: Prices) -> Pipeline | None:
     """The pipeline on these groups; None if there are too few layers, or a stage does not fit."""
-    size, n = len(groups), prices.micro_batches
-    if layers < size:
-        return None
+    size = len(groups)
     ends = [round(k * layers / size) for k in range(size + 1)]
-    devices = [ordered(cluster, g) for g in groups]
-    shapes = [shape_of(cluster, g) for g in groups]
-    stages: list[Assigned] = []
-    for i, shape in enumerate(shapes):
-        flight = ONE_F_ONE_B.in_flight(n, size - i)
-        fitting = [a for a in prices.ask(ends[i], ends[i + 1], shape) if a.most_in_flight >= flight]
-        if not fitting:
-            return None
-        answer = min(fitting, key=lambda a: (a.micro, a.iteration))
-        crossing = prices.crossing(ends[i + 1], shape, shapes[i + 1], _link(cluster, groups[i], groups[i + 1])) if i + 1 < size else 0.0
-        stages.append(Assigned(ends[i], ends[i + 1], shape, devices[i], answer, flight, crossing))
-    time = latency(n, ONE_F_ONE_B, [(s.answer.micro, s.crossing, s.answer.iteration) for s in stages])
-    return Pipeline(time, n, ONE_F_ONE_B, tuple(stages))
-
-
-def _link(cluster: ClusterSpec, a: Sequence[int], b: Sequence[int]) -> Any:
-    machines = {cluster.devices[d].machine for d in (*a, *b)}
-    return cluster.machines[machines.pop()].intra if len(machines) == 1 else cluster.inter
+    return pipeline_by_hand(ends, groups, cluster, prices, ONE_F_ONE_B) if layers >= size else None
 
 
 def with_equal_operators(graph: Graph) -> Layers:

@@ -15,10 +15,11 @@ from dataclasses import replace
 from hapx.balancer.rounding import round_ratios
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
-from hapx.ir import OpCall
+from hapx.ir import Graph, OpCall
 from hapx.lower import Candidate
 from hapx.plan import Communication, Instruction, Mesh, Program, Triple
 from hapx.states import Cut, Placement, Property, Row, Sharded, State
+from hapx.theory.derive import derive
 from hapx.theory.triple import Theory
 
 States = Mapping[tuple[str, State], State]
@@ -160,3 +161,35 @@ def _pair(found: dict[tuple[str, State], State], tensor: str, before: Placement,
         if isinstance(s, Sharded) and isinstance(t, Sharded) and (s.dim != t.dim or s.cut.row != t.cut.row or found.setdefault((tensor, s), t) != t):
             return False
     return True
+
+
+# ---- to another part of the graph ----------------------------------------------------------------------------------------------------------------
+
+
+def renamed(known: Candidate, graph: Graph) -> Candidate:
+    """A candidate for a graph that differs from its own by names only. Every instruction is looked up in the theory of the new graph."""
+    old = known.theory.graph
+    names: dict[str, str] = {}
+    for a, b in zip(old.nodes, graph.nodes, strict=True):
+        names |= zip((*a.call.refs(), *(o.name for o in a.outputs)), (*b.call.refs(), *(o.name for o in b.outputs)), strict=True)
+
+    def named(p: Property) -> Property:
+        return Property(names[p.tensor], p.placement)
+
+    def triple(t: Triple) -> Triple:
+        own = replace(t, pre=tuple(map(named, t.pre)), post=tuple(map(named, t.post)))
+        if own.node is None or not isinstance(own.body, OpCall):
+            return own
+        number = _number(own, theory.triples[own.node])
+        assert number is not None, f"alike graphs differ: {own}"
+        return theory.triples[own.node][number]
+
+    theory = derive(graph, known.theory.mesh)
+    instructions = tuple(Instruction(triple(i.triple), i.remat) for i in known.program.instructions)
+    have = {p.tensor: p for p in map(named, known.program.needs)}
+    needs = tuple(have[name] for name in graph.refs if name in have)
+    program = replace(known.program, instructions=instructions, needs=needs, gives=tuple(map(named, known.program.gives)))
+    own = known.costs
+    costs = CostModel(theory, own.cluster, own.precision, own.optimizer, own.mode, repeats=own.repeats, in_flight=own.in_flight)
+    placed = {names[n]: p for n, p in known.storage_of.items() if n in names}
+    return replace(known, theory=theory, costs=costs, program=program, storage_of=placed)

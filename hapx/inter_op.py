@@ -17,15 +17,14 @@ from math import inf
 from typing import Any
 
 from hapx.alternation import Counters, Setting
+from hapx.carried import renamed
 from hapx.cluster.spec import ClusterSpec
-from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
-from hapx.ir import Graph, OpCall
-from hapx.lower import Candidate
+from hapx.ir import Graph
 from hapx.parts import part
 from hapx.pipelines import Piece, joined, piece_of, predicted, scheduled
-from hapx.plan import Instruction, Plan, Triple
+from hapx.plan import Plan
 from hapx.planner import plan_spmd, views
 from hapx.predict import Staged
 from hapx.progress import Teller
@@ -38,9 +37,7 @@ from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline, warm
 from hapx.stages.dp import solve
 from hapx.stages.plain import plain_pipelines
 from hapx.stages.space import space
-from hapx.states import Property
 from hapx.synth.astar import Statistics
-from hapx.theory.derive import derive
 from hapx.theory.discover import discover
 from hapx.theory.normalise import warn_of_mixing
 
@@ -156,9 +153,10 @@ def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callab
         watch(f"{asks} submeshes asked, best pipeline {best * 1e3:.3g} ms")
 
     plans: list[_Made] = []
+    submeshes = space(asked.cluster)
     for _ in range(ROUNDS):
         found = solve(
-            askers[0].classes, space(asked.cluster), [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, below=below,
+            askers[0].classes, submeshes, [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, below=below,
             keep=2 * PUT_TOGETHER, watch=told,
         )  # fmt: skip
         plain = [p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision)]
@@ -285,40 +283,4 @@ def _placed(asker: Asker, start: int, stop: int, known: Piece, devices: Sequence
         graph = with_blocks(graph)
     if graph.hash == known.graph.hash:
         return replace(known, devices=tuple(devices))
-    return piece_of(_renamed(known.candidate, graph), nodes, tuple(devices))
-
-
-def _renamed(known: Candidate, graph: Graph) -> Candidate:
-    """A candidate for a graph that differs from its own by names only. Every instruction is looked up in the theory of the new graph."""
-    old = known.theory.graph
-    names: dict[str, str] = {}
-    for a, b in zip(old.nodes, graph.nodes, strict=True):
-        names |= zip((*a.call.refs(), *(o.name for o in a.outputs)), (*b.call.refs(), *(o.name for o in b.outputs)), strict=True)
-    theory = derive(graph, known.theory.mesh)
-    instructions = tuple(Instruction(_triple(i.triple, names, theory.triples), i.remat) for i in known.program.instructions)
-    have = {p.tensor: p for p in (_property(p, names) for p in known.program.needs)}
-    needs = tuple(have[name] for name in graph.refs if name in have)
-    program = replace(known.program, instructions=instructions, needs=needs, gives=tuple(_property(p, names) for p in known.program.gives))
-    own = known.costs
-    costs = CostModel(theory, own.cluster, own.precision, own.optimizer, own.mode, repeats=own.repeats, in_flight=own.in_flight)
-    placed = {names[n]: p for n, p in known.storage_of.items() if n in names}
-    return replace(known, theory=theory, costs=costs, program=program, storage_of=placed)
-
-
-def _property(p: Property, names: dict[str, str]) -> Property:
-    return Property(names[p.tensor], p.placement)
-
-
-def _triple(triple: Triple, names: dict[str, str], known: Sequence[Sequence[Triple]]) -> Triple:
-    pre, post = (tuple(_property(p, names) for p in ps) for ps in (triple.pre, triple.post))
-    if triple.node is None or not isinstance(triple.body, OpCall):
-        return replace(triple, pre=pre, post=post)
-    form = triple.body.get("form")
-    return next(
-        t
-        for t in known[triple.node]
-        if (t.pre, t.post, t.work) == (pre, post, triple.work)
-        and isinstance(t.body, OpCall)
-        and t.body.target == triple.body.target
-        and t.body.get("form") == form
-    )
+    return piece_of(renamed(known.candidate, graph), nodes, tuple(devices))

@@ -19,7 +19,7 @@ import numpy as np
 from hapx.alternation import Counters, Setting
 from hapx.carried import carried
 from hapx.cluster.spec import Link
-from hapx.cost.liveness import peak
+from hapx.cost.liveness import peak, while_running
 from hapx.cost.memory import RESERVE, states_of
 from hapx.cost.model import OWN_SPEED, CostModel, StepCost
 from hapx.cost.remat import with_blocks
@@ -59,8 +59,8 @@ class Asker:
     others: Sequence[Asker] = ()  # for other numbers of micro-batches
     wholes: dict[tuple[Shape, int], WholeModel | None] = field(default_factory=dict)
     library: dict[Hashable, Candidate] = field(default_factory=dict)  # by group of shapes
-    theories: dict[int, Theory] = field(default_factory=dict)
-    pieces: dict[Hashable, Piece | None] = field(default_factory=dict)  # by number of axes
+    theories: dict[int, Theory] = field(default_factory=dict)  # by number of axes
+    pieces: dict[Hashable, Piece | None] = field(default_factory=dict)
 
     def prices(self) -> Prices:
         return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing, together=True)
@@ -85,7 +85,7 @@ class Asker:
             found.append((node.call.target, operands, tuple((o.shape, o.dtype) for o in node.outputs), later))
         return tuple(found)
 
-    @property
+    @cached_property
     def work(self) -> list[float]:
         """FLOPs of each layer."""
         flops = node_flops(self.asked.graph)
@@ -264,12 +264,12 @@ class Asker:
     def fits(self, piece: Piece) -> int:
         """Micro-batches for which a program has room."""
         best = piece.candidate
-        exact = best.costs.changed(lengths=best.lengths, repeats=1, in_flight=1)
+        exact = best.costs.changed(lengths=best.lengths, repeats=self.asked.repeats, in_flight=1)
         found = peak(best.program, best.theory.graph, exact, best.storage_of)
-        earlier = found.left if self.asked.repeats > 1 else 0.0 * found.left
         if (found.total > exact.capacity).any():
             return 0
-        return most_in_flight(tuple(exact.capacity), tuple(found.running + earlier - found.kept), tuple(found.kept), (0.0,) * len(exact.kinds))
+        temporary = while_running(found, exact) - found.kept
+        return most_in_flight(tuple(exact.capacity), tuple(temporary), tuple(found.kept), (0.0,) * len(exact.kinds))
 
 
 class WholeModel:

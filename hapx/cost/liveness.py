@@ -57,8 +57,12 @@ def peak(program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, 
 def all_in_flight(found: Peak, exact: CostModel) -> Vector:
     """The peak with all micro-batches that are kept at once; gradients of those before are there while others run. At the update none is kept, and
     there is one set of gradients."""
-    earlier: Vector = found.left if exact.repeats > 1 else 0.0 * found.left
-    return np.maximum(found.total, found.running + (exact.in_flight - 1) * found.kept + earlier)
+    return np.maximum(found.total, while_running(found, exact) + (exact.in_flight - 1) * found.kept)
+
+
+def while_running(found: Peak, exact: CostModel) -> Vector:
+    """The peak before the update with one micro-batch at once, gradients of those before it included."""
+    return found.running + found.left if exact.repeats > 1 else found.running
 
 
 class _Walk:

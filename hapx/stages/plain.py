@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 
-from hapx.cluster.spec import ClusterSpec, Link
+from hapx.cluster.spec import ClusterSpec
 from hapx.stages.costs import Answer, Assigned, Discipline, Pipeline, Prices, latency
 from hapx.stages.submeshes import ordered, shape_of
 
@@ -26,7 +26,7 @@ def plain_pipelines(work: Sequence[float], cluster: ClusterSpec, prices: Prices,
         for ends in (_ends([1.0] * len(work), [1.0] * len(groups)), _ends(work, speeds)):
             if ends not in seen and all(a < b for a, b in pairwise(ends)):
                 seen.add(ends)
-                made = _pipeline(ends, groups, cluster, prices, discipline)
+                made = pipeline_by_hand(ends, groups, cluster, prices, discipline)
                 if made is not None:
                     yield made
         per_stage *= 2
@@ -39,7 +39,10 @@ def _ends(work: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
     return tuple(min(range(len(done)), key=lambda i: abs(done[i] - w)) for w in wanted)
 
 
-def _pipeline(ends: Sequence[int], groups: Sequence[Sequence[int]], cluster: ClusterSpec, prices: Prices, discipline: Discipline) -> Pipeline | None:
+def pipeline_by_hand(
+    ends: Sequence[int], groups: Sequence[Sequence[int]], cluster: ClusterSpec, prices: Prices, discipline: Discipline
+) -> Pipeline | None:
+    """Stages of the layers between `ends` on groups of devices, each with its quickest answer that fits; None where a stage has none."""
     devices, n = [ordered(cluster, group) for group in groups], prices.micro_batches
     shapes = [shape_of(cluster, own) for own in devices]
     stages = []
@@ -50,12 +53,7 @@ def _pipeline(ends: Sequence[int], groups: Sequence[Sequence[int]], cluster: Clu
             return None
         answer = min(fitting, key=lambda a: (a.micro, a.iteration))
         last = i + 1 == len(groups)
-        crossing = 0.0 if last else prices.crossing(stop, shapes[i], shapes[i + 1], _link(cluster, groups[i], groups[i + 1]))
+        crossing = 0.0 if last else prices.crossing(stop, shapes[i], shapes[i + 1], cluster.link((*groups[i], *groups[i + 1])))
         stages.append(Assigned(start, stop, shapes[i], devices[i], answer, flight, crossing))
     time = latency(n, discipline, [(s.answer.micro, s.crossing, s.answer.iteration) for s in stages])
     return Pipeline(time, n, discipline, tuple(stages))
-
-
-def _link(cluster: ClusterSpec, a: Sequence[int], b: Sequence[int]) -> Link:
-    machines = {cluster.devices[d].machine for d in (*a, *b)}
-    return cluster.machines[min(machines)].intra if len(machines) == 1 else cluster.inter
