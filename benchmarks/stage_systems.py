@@ -4,7 +4,7 @@ In: a case. Out: `Found`: the fastest plan of a system, by the simulator (`hapx.
 planner answers for their stages, the same code puts pipelines together, simulates schedules and plans the best stages once more. What is different
 is replaced there for the time of the call:
 
-    pipeline             nothing. hapx is the better of this and SPMD
+    pipeline             nothing; one stage that accumulates is a candidate here alone. hapx is the better of this and SPMD
     islands              the space: no submesh with devices of two types
     SPMD, micro-batches  no program: one stage on all devices (gradients are accumulated)
     equal layers, dp+pp  the program itself: as many layers in every stage, a stage per machine, per two machines, ... ; schedule 1F1B.
@@ -161,7 +161,10 @@ class Bench:
         captured, began = self.case.model.capture_seconds, time.process_time()
         setting, clock = self.case.setting(rule), _Clock()
         with _replaced(self.answers, clock, make_space, program, layers):
-            plans = inter_op.pipelines(setting, self.case.model.parts, tuple(numbers) or self.tried, watch=lambda m: self.watch(f"{system}: {m}"))
+            plans = inter_op.pipelines(
+                setting, self.case.model.parts, tuple(numbers) or self.tried, watch=lambda m: self.watch(f"{system}: {m}"),
+                one_stage=system == PIPELINE,
+            )  # fmt: skip
         capture = self.case.model.capture_seconds - captured
         rest = time.process_time() - began - capture - clock.program
         costs = Costs(capture, clock.asking, clock.program - clock.asking, rest, clock.asks)

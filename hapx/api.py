@@ -117,17 +117,18 @@ class HAP(nn.Module):
         """Plan on rank 0, tell everybody, shard the module."""
         text, compared = json.loads(self._world.from_first(lambda: json.dumps(self._first_plan(example_inputs)), "planning"))
         found: Plan = self._world.together(lambda: _checked(text, self._cluster), "reading the plan")
-        if self._local_inputs and len(found.stages) > 1:
+        if self._local_inputs and found.schedules:
+            stages = "one stage" if len(found.stages) == 1 else f"{len(found.stages)} stages"
             raise LaunchError(
-                f"a pipeline of {len(found.stages)} stages takes whole batches", where='HAP(..., inputs="local")', allowed='inputs="global"',
-                hint="a plan of one stage takes the ranks' own shares: plan with micro_batches=1",
+                f"a pipeline of {stages} takes whole batches", where='HAP(..., inputs="local")', allowed='inputs="global"',
+                hint="a plan without micro-batches takes the ranks' own shares: plan with micro_batches=1",
             )  # fmt: skip
         self._captured = {found.first} if compared else set()
         groups = [create_groups(stage.mesh) for stage in found.stages]
         seed = int(self._world.from_first(lambda: str(torch.initial_seed()), "drawing a seed"))
         options: dict[str, Any] = {"seed": seed, "device": self._world.device, "gradient_dtype": self._gradient_dtype}
         start: Callable[[], Executor | Pipeline] = lambda: Executor(found, self._world.rank, self.module, groups[0], **options)  # noqa: E731
-        if len(found.stages) > 1:
+        if found.schedules:
             options["scale"] = lambda: self._loss_scale()
             start = lambda: Pipeline(found, self._world.rank, self.module, groups, ProcessGroupCommunicator(), create_messenger, **options)  # noqa: E731
         self._executor = self._world.together(start, "sharding the model")
@@ -174,7 +175,7 @@ class HAP(nn.Module):
             if key in executor.plan.graphs:
                 _compare(executor.plan, graph, key, parts)
                 return ""
-            if len(executor.plan.stages) == 1:
+            if not executor.plan.schedules:
                 from hapx.planner import extend
 
                 return _to_json(extend(executor.plan, graph, key))

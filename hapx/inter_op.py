@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
@@ -30,10 +31,10 @@ from hapx.predict import Staged
 from hapx.progress import Teller
 from hapx.restriction import Restriction
 from hapx.scarcity import lacks_memory
-from hapx.schedules import crossings_between, hiding, in_flight
-from hapx.stage_prices import SHARDED, Asker, view_of
+from hapx.schedules import crossings_between, hidings, in_flight
+from hapx.stage_prices import LEVELS, Asker, view_of
 from hapx.stages.clustering import find_layers, node_flops
-from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline, warm
+from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline, eager
 from hapx.stages.dp import solve
 from hapx.stages.plain import plain_pipelines
 from hapx.stages.space import space
@@ -41,16 +42,18 @@ from hapx.synth.astar import Statistics
 from hapx.theory.discover import discover
 from hapx.theory.normalise import warn_of_mixing
 
+TIGHT = 0.6  # of a device's memory: then one stage that accumulates may be faster
 NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
 MOST_ASKS = 60  # shapes (at one number of micro-batches), unless nothing was found yet
 POLISH = 0.01  # how far from the optimum stages may be that are planned once more
 WORTH = 0.01  # of the time, for which another number of micro-batches is looked at
 SMALL = 100  # nodes of a graph for which a search under limits of memory does not take long
-DISCIPLINES = (ONE_F_ONE_B, warm(1))
+DISCIPLINES = (ONE_F_ONE_B, eager(2))
 ENOUGH = 8  # micro-batches per stage
 SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
 PUT_TOGETHER = 3  # pipelines that are simulated
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
+SCHEDULES = 3  # with the most micro-batches that fit, which are simulated
 SLOW_STAGE = 0.9  # of the slowest stage's seconds: such stages are planned once more
 
 
@@ -72,7 +75,10 @@ def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Calla
         told = Teller(asked.progress, searched, "pipelines", 1, 1, single.iteration_time if single is not None else inf)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is to be said of the model was said of the plan of one stage
-            found = pipelines(asked, parts, numbers, told.known, lambda _: told("planning stages"), more=number is None)
+            found = pipelines(
+                asked, parts, numbers, told.known, lambda _: told("planning stages"), more=number is None,
+                one_stage=single is None or _is_tight(single),
+            )  # fmt: skip
     spent = time.perf_counter() - began
     if not found or (single is not None and single.iteration_time <= found[0].iteration_time):
         if single is None:
@@ -83,6 +89,11 @@ def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Calla
     one = {"one_stage": single.iteration_time} if single is not None else {}
     before = single.statistics if single is not None else {}
     return replace(best, statistics={**before, **best.statistics, **one, "stages_time": spent, "pipelines": len(found)})
+
+
+def _is_tight(plan: Plan) -> bool:
+    """Whether a device is so full that more room might make the plan faster."""
+    return any(held > TIGHT * plan.cluster.type_of(d).memory for d, held in enumerate(plan.memory))
 
 
 def at_full_speed(asked: Setting) -> float:
@@ -104,10 +115,11 @@ def numbers_of_micro_batches(batch: int, cluster: ClusterSpec, scarce: bool = Fa
 
 def pipelines(
     asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], below: float = inf, watch: Callable[[str], None] = lambda _: None,
-    *, more: bool = True,
+    *, more: bool = True, one_stage: bool = True,
 ) -> list[Plan]:  # fmt: skip
-    """Plans of several stages, best first; none where the model or the cluster cannot be cut, or nothing fits. below: seconds of an iteration; what
-    is slower is of no interest. more: the best one is also tried with more micro-batches than these numbers."""
+    """Plans of micro-batches, best first; none where the model or the cluster cannot be cut, or nothing fits. below: seconds of an iteration; what
+    is slower is of no interest. more: the best one is also tried with more micro-batches than these numbers. one_stage: one stage on all devices
+    that accumulates gradients over micro-batches is a candidate; it takes less memory than one program of the batch, and is no faster otherwise."""
     if asked.cluster.num_devices < 2:
         return []
     # what is asked only has to rank: stages that are chosen are planned once more without these limits
@@ -124,7 +136,7 @@ def pipelines(
                 askers.append(asker)
         if not askers:
             return []
-        plans = _chosen(asked, askers, below, watch)
+        plans = _chosen(asked, askers, below, watch, one_stage)
         # smaller micro-batches take less memory
         todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
     plans.sort(key=lambda m: m.plan.iteration_time)
@@ -146,13 +158,13 @@ def pipelines(
     return [m.plan for m in plans]
 
 
-def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callable[[str], None]) -> list[_Made]:
+def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callable[[str], None], one_stage: bool) -> list[_Made]:
     """The best pipelines of the inter-operator program as plans; where what it chose does not fit after all, it is asked again."""
 
     def told(asks: int, best: float, _: float) -> None:
         watch(f"{asks} submeshes asked, best pipeline {best * 1e3:.3g} ms")
 
-    plans: list[_Made] = []
+    plans: dict[Hashable, _Made | None] = {}
     submeshes = space(asked.cluster)
     for _ in range(ROUNDS):
         found = solve(
@@ -160,18 +172,23 @@ def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callab
             keep=2 * PUT_TOGETHER, watch=told,
         )  # fmt: skip
         plain = [p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision)]
-        candidates = (p for p in (*found.pipelines, *plain) if 1 < len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below)
+        single = [p for a in askers if one_stage and (p := a.accumulated()) is not None]
+        candidates = (p for p in (*found.pipelines, *plain, *single) if len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below)
         # all schedules are tried of what is put together
         apart = {(p.micro_batches, *((s.start, s.stop, s.shape) for s in p.stages)): p for p in sorted(candidates, key=lambda p: -p.time)}
-        wanted = sorted(apart.values(), key=lambda p: p.time)
-        for pipeline in wanted[:PUT_TOGETHER]:
-            asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
-            statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}
-            made = _put_together(asker, pipeline, asked.rule, statistics)
-            plans += [made] if made is not None else []
-        if plans or not wanted:
+        wanted = sorted(apart.items(), key=lambda item: item[1].time)[:PUT_TOGETHER]
+        best = inf
+        for key, pipeline in wanted:
+            if key not in plans:
+                asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
+                statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}
+                plans[key] = _put_together(asker, pipeline, asked.rule, statistics)
+            made = plans[key]
+            best = min(best, made.plan.iteration_time) if made is not None else best
+        refused = min((p.time for a in askers for _, p in wanted if a.refused(p)), default=inf)
+        if refused >= best:
             break
-    return plans
+    return [made for made in plans.values() if made is not None]
 
 
 def _fewer_bubbles(made: _Made) -> bool:
@@ -200,13 +217,15 @@ def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], num
 
 
 def _put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics: dict[str, Any]) -> _Made | None:
-    """The plan of a pipeline, each stage planned for itself; None where one does not fit, which the asker is told."""
+    """The plan of a pipeline, each stage planned for itself, with fewer micro-batches in flight where it takes more memory than its answer said; None
+    where one does not fit at all. The asker is told of both."""
     pieces = []
-    for s in pipeline.stages:
+    for i, s in enumerate(pipeline.stages):
         known = asker.piece(s.start, s.stop, s.shape, s.in_flight, s.answer.plan)
         if known is None:
             asker.refuse(s.start, s.stop, s.shape, s.in_flight)
-        else:
+            known = asker.piece(s.start, s.stop, s.shape, ONE_F_ONE_B.in_flight(pipeline.micro_batches, len(pipeline.stages) - i), s.answer.plan)
+        if known is not None:
             pieces.append(_placed(asker, s.start, s.stop, known, s.devices))
     if len(pieces) < len(pipeline.stages):
         return None
@@ -224,16 +243,25 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
     some = ENOUGH * len(pieces)  # micro-batches that tell schedules apart: in between, a pipeline repeats itself
     first = Staged(replace(plan, schedules={key: scheduled(plan, key, "1f1b", some)}))
     crossings = crossings_between(plan.boundaries(key), asked.graph.refs)
-    styles = dict.fromkeys(["1f1b", str(hiding(first.seconds, crossings)), "1f1b-warm:1", "1f1b-warm:2"])
+    # the fewer are under way the less memory it takes
+    warm = [str(s) for s in hidings(first.seconds, crossings)]
+    fits = bisect_left(range(len(warm)), True, key=lambda k: _fits(first.under(scheduled(plan, key, warm[k], some))))
+    styles = dict.fromkeys([*warm[fits : fits + SCHEDULES], "1f1b"])
     if asked.repeats <= some:
         styles["gpipe"] = None
     found = sorted((first.under(scheduled(plan, key, style, some)) for style in styles), key=lambda s: s.timetable.total)
     for staged in found:
         if asked.repeats > some:
             staged = first.under(scheduled(plan, key, staged.plan.schedules[key].name))
-        if all(held <= asked.cluster.type_of(d).memory for d, held in enumerate(staged.memory)):
+        if _fits(staged):
             return replace(predicted(staged), restriction=rule)
     raise InsufficientMemoryError("no schedule of the pipeline fits into memory")
+
+
+def _fits(staged: Staged) -> bool:
+    """Whether every device has room for its stages."""
+    cluster = staged.plan.cluster
+    return all(held <= cluster.type_of(d).memory for d, held in enumerate(staged.memory))
 
 
 def _polished(made: _Made, asked: Setting) -> Plan | None:
@@ -264,8 +292,9 @@ def _planned_again(asker: Asker, stage: Assigned, piece: Piece, rule: Restrictio
     """A stage planned for so many micro-batches in flight; a large one as if memory were no matter."""
     large = len(piece.graph.nodes) > SMALL
     rule = replace(rule, segments="none", max_stages=1, remat="none")
-    if large and stage.answer.plan >= SHARDED and len(stage.devices) > 1:
-        rule = replace(rule, storage="sharded")
+    storage = LEVELS[stage.answer.plan].storage
+    if large and storage != "auto" and len(stage.devices) > 1:
+        rule = replace(rule, storage=storage)
     cluster = stage.shape.spec(asker.asked.cluster)
     own = replace(asker.asked, graph=piece.graph, cluster=cluster, rule=rule, in_flight=kept, within=POLISH)
     meshes = list(dict.fromkeys([view_of(own), views(cluster, rule)[0]]))

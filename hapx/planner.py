@@ -403,7 +403,7 @@ def _smaller_batch(setting: Setting, example_inputs: Any, captured: Callable[[An
 
 def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     """The plan with a further program (another batch size, or evaluation): parameters stay where they are, in the lengths they have."""
-    assert len(plan.stages) == 1, "one stage"
+    assert not plan.schedules, "one program of whole batches"
     graph = discover(graph)
     graph = replace(graph, segment_of=carried(plan.graphs[plan.first], graph))
     stage = plan.stages[0]

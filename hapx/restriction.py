@@ -23,7 +23,8 @@ class Restriction:
         mesh: "auto" (every view), "flat", "two-level", or a view by name such as "2x4".
         ratios: "balanced" (the LP), "even", "speed" (proportional to device speed), or explicit shares of the uneven axis.
         storage: "auto"; "as-used": parameters are kept in the placement of their use, never gathered; "sharded": every parameter of at least one unit
-            per device is stored in shards and gathered for use, "sharded-keep" / "sharded-free" force one form.
+            per device is stored in shards and gathered for use, "sharded-keep" / "sharded-free" force one form; "sharded-inside": in shards inside
+            of each machine, whole on each machine (where a view has an axis of machines, else as "sharded").
         split: "auto"; "batch": only the batch is split; "model": the batch is not split (tensor parallelism).
         forms: collective forms allowed: "padded", "grouped", "point_to_point".
         sfb: "auto", "never", or "always" (wherever it is legal).
@@ -39,7 +40,7 @@ class Restriction:
     name: str = "auto"
     mesh: str = "auto"
     ratios: Literal["balanced", "even", "speed"] | tuple[float, ...] = "balanced"
-    storage: Literal["auto", "as-used", "sharded", "sharded-keep", "sharded-free"] = "auto"
+    storage: Literal["auto", "as-used", "sharded", "sharded-inside", "sharded-keep", "sharded-free"] = "auto"
     split: Literal["auto", "batch", "model"] = "auto"
     forms: frozenset[str] = field(default_factory=lambda: frozenset({"padded", "grouped", "point_to_point"}))
     sfb: Literal["auto", "never", "always"] = "auto"
@@ -62,7 +63,7 @@ FORMS = ("padded", "grouped", "point_to_point")
 CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "ratios": ("balanced", "even", "speed"),
-        "storage": ("auto", "as-used", "sharded", "sharded-keep", "sharded-free"),
+        "storage": ("auto", "as-used", "sharded", "sharded-inside", "sharded-keep", "sharded-free"),
         "split": ("auto", "batch", "model"),
         "sfb": ("auto", "never", "always"),
         "remat": REMAT,

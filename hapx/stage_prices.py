@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -33,8 +34,8 @@ from hapx.plan import Mesh
 from hapx.planner import plan_spmd, views
 from hapx.simulate import run_times, step_cost
 from hapx.stages.clustering import node_flops
-from hapx.stages.costs import UNLIMITED, Answer, Prices, most_in_flight
-from hapx.stages.submeshes import Shape
+from hapx.stages.costs import ONE_F_ONE_B, UNLIMITED, Answer, Assigned, Pipeline, Prices, latency, most_in_flight
+from hapx.stages.submeshes import Shape, ordered, shape_of
 from hapx.theory.derive import derive
 from hapx.theory.triple import Theory
 
@@ -43,8 +44,19 @@ FEW = 8  # micro-batches for which an answer should have room, if there are as m
 ROUGH = 0.03  # how far from the optimum programs of the whole model may be
 FAR_TOO_MUCH = 2.0
 ROOM = 1000  # times the memory that there is
-PLAIN, SHARDED, RECOMPUTED = range(3)  # levels of thrift: as is fastest; parameters in shards; and blocks computed again in backward
 STORED = (Kind.PARAMETER, Kind.BUFFER)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How thrifty a program is. storage: of parameters, as in `Restriction`; again: blocks are computed again in backward."""
+
+    storage: Literal["auto", "sharded-inside", "sharded"]
+    again: bool
+
+
+LEVELS = tuple(Level(storage, again) for storage in ("auto", "sharded-inside", "sharded") for again in (False, True))
+PLAIN = 0
 
 
 @dataclass
@@ -59,6 +71,7 @@ class Asker:
     others: Sequence[Asker] = ()  # for other numbers of micro-batches
     wholes: dict[tuple[Shape, int], WholeModel | None] = field(default_factory=dict)
     library: dict[Hashable, Candidate] = field(default_factory=dict)  # by group of shapes
+    kept: dict[Hashable, float] = field(default_factory=dict)  # by group of shapes
     theories: dict[int, Theory] = field(default_factory=dict)  # by number of axes
     pieces: dict[Hashable, Piece | None] = field(default_factory=dict)
 
@@ -155,45 +168,82 @@ class Asker:
         """By programs of the whole model on the shape: what they do for these layers is a program for these layers."""
         low, wanted = self.bound(start, stop, shape), min(self.asked.repeats, FEW)
         found: list[Answer] = []
+        useless = ""  # a way to store parameters with which they alone do not fit
         for level in self.levels(shape):
             if found and found[-1].most_in_flight >= wanted:
                 break
-            whole = self._whole(shape, level)
+            whole = self._whole(shape, level) if LEVELS[level].storage != useless else None
             if whole is not None:
                 found.append(replace(whole.answer(start, stop, low), plan=level))
+                useless = LEVELS[level].storage if not whole.stores(start, stop) else useless
         return tuple(a for k, a in enumerate(found) if a.most_in_flight > max((b.most_in_flight for b in found[:k]), default=0))
+
+    def accumulated(self) -> Pipeline | None:
+        """All layers as one stage on all devices, which runs micro-batches one after another: the least thrifty program that fits."""
+        cluster = self.asked.cluster
+        devices = ordered(cluster, range(cluster.num_devices))
+        shape, last = shape_of(cluster, devices), len(self.layers)
+        for level in self.levels(shape):
+            whole = self._whole(shape, level)
+            answer = whole.answer(0, last, Answer(0.0, 0.0, UNLIMITED)) if whole is not None else None
+            if answer is not None and answer.most_in_flight:
+                stage = Assigned(0, last, shape, devices, replace(answer, plan=level), 1, 0.0)
+                time = latency(self.asked.repeats, ONE_F_ONE_B, [(answer.micro, 0.0, answer.iteration)])
+                return Pipeline(time, self.asked.repeats, ONE_F_ONE_B, (stage,))
+        return None
 
     def refuse(self, start: int, stop: int, shape: Shape, in_flight: int) -> None:
         """So many micro-batches do not fit after all; fewer do where a program that was planned for these layers has room for them."""
         key = self.classes[start:stop], shape
         planned = [self.fits(p) for level in self.levels(shape) if (p := self.pieces.get((*key, level))) is not None]
         most = min(in_flight - 1, max(planned, default=0))
-        fewer = [replace(a, most_in_flight=min(a.most_in_flight, most)) for a in self.known[key]]
+        fewer = [replace(a, most_in_flight=min(a.most_in_flight, most)) for a in self.known.get(key, ())]
         self.known[key] = tuple(a for a in fewer if a.most_in_flight > 0)
+
+    def refused(self, pipeline: Pipeline) -> bool:
+        """Whether it needs an answer that turned out to fit fewer micro-batches."""
+        own = pipeline.micro_batches == self.asked.repeats and len(pipeline.stages) > 1
+        return own and any(all(a.most_in_flight < s.in_flight for a in self.ask(s.start, s.stop, s.shape)) for s in pipeline.stages)
 
     def _whole(self, shape: Shape, level: int) -> WholeModel | None:
         """A program of the whole model on a shape, made as if memory were no matter, at a level of thrift."""
         if (shape, level) not in self.wholes:
             best = self._carried(shape, level) or self._searched(shape, level)
-            self.wholes[shape, level] = WholeModel(best, self.layers) if best is not None else None
+            self.wholes[shape, level] = WholeModel(best, self.layers, self._kept(shape, level, best)) if best is not None else None
         return self.wholes[shape, level]
+
+    def _kept(self, shape: Shape, level: int, best: Candidate) -> float:
+        """What backward waits for, as a share of the sum over all steps (tensors that several steps keep are there once): of the first shape of a
+        group, since finding a peak takes long."""
+        key = _group(shape, level)
+        for asker in (self, *self.others):
+            if key in asker.kept:
+                return asker.kept[key]
+        exact = best.costs.changed(lengths=best.lengths, repeats=1, in_flight=1)
+        graph = best.theory.graph
+        terms = [step_cost(i, graph, exact).memory for i in best.program.instructions if i.triple.post[0].tensor not in exact.again]
+        summed = sum((t.at({}) for t in terms if t is not None), np.zeros(len(exact.kinds)))
+        kept = peak(best.program, graph, exact, best.storage_of).kept
+        self.kept[key] = min(1.0, float((kept / np.maximum(summed, 1.0)).max()))
+        return self.kept[key]
 
     def levels(self, shape: Shape) -> tuple[int, ...]:
         """Levels of thrift that are tried on a shape: no plain one where a part of the parameters that suits its part of the devices is far too much
         for each of them, so that they must be in shards."""
         if shape.num_devices == 1:
-            return (PLAIN, RECOMPUTED)
+            return tuple(k for k, level in enumerate(LEVELS) if level.storage == "auto")
         cluster = self.asked.cluster
         least = min(cluster.device_types[t].memory for t in shape.types)
         own = float(self._work[1][-1]) * shape.num_devices / cluster.num_devices
-        return (SHARDED, RECOMPUTED) if own > FAR_TOO_MUCH * least else (PLAIN, SHARDED, RECOMPUTED)
+        useless = {*(["auto"] if own > FAR_TOO_MUCH * least else []), *(["sharded-inside"] if len(shape.parts) == 1 else [])}
+        return tuple(k for k, level in enumerate(LEVELS) if level.storage not in useless)
 
     def _setting(self, shape: Shape, level: int, graph: Graph | None = None) -> Setting:
         """For the planner, of the whole graph or a part of it."""
         cluster, rule = shape.spec(self.asked.cluster), self.asked.rule
-        rule = replace(rule, storage="sharded") if level >= SHARDED and cluster.num_devices > 1 else rule
+        rule = replace(rule, storage=LEVELS[level].storage) if LEVELS[level].storage != "auto" and cluster.num_devices > 1 else rule
         own = self.asked.graph if graph is None else graph
-        if level >= RECOMPUTED:
+        if LEVELS[level].again:
             own = self.lean if graph is None else with_blocks(graph)
         return replace(self.asked, graph=own, rule=rule, cluster=cluster, in_flight=1, start={}, within=ROUGH)
 
@@ -276,7 +326,7 @@ class WholeModel:
     """A program of the whole model on a shape, read layer by layer. Per layer: seconds of a micro-batch, of the synchronisation of its gradients and
     of its update, and bytes that are always there and that a micro-batch keeps, per kind of devices."""
 
-    def __init__(self, best: Candidate, layers: Sequence[tuple[int, int]]):
+    def __init__(self, best: Candidate, layers: Sequence[tuple[int, int]], share: float = 1.0):
         self.best, self.graph = best, best.theory.graph
         self.exact = best.costs.changed(lengths=best.lengths, repeats=1, in_flight=1)
         after = {-1: 0} | {i.triple.node: k + 1 for k, i in enumerate(best.program.instructions) if i.triple.node is not None}
@@ -300,14 +350,18 @@ class WholeModel:
         kept = [[term for again, term in run if not again] for run in steps]
         self.again = sum((term.at({}) for run in steps for again, term in run if again and term is not None), zero)  # by any block
         stored = [[self.exact.storage(refs[p.tensor], p.placement) for p in ps] for ps in needed]
-        # gradients of earlier micro-batches beside those of one, or what the optimizer's update needs for a moment: as much as the gradients
         gradients = [[self.exact.gradient(refs[p.tensor], p.placement) for p in ps] for ps in needed]
-        self.kept, self.static = (
+        each, self.static, self.gradients = (
             np.cumsum([zero, *(sum((t.at({}) for t in terms if t is not None), zero) for terms in found)], axis=0)
-            for found in (kept, [a + b for a, b in zip(stored, gradients, strict=True)])
+            for found in (kept, stored, gradients)
         )
+        self.kept = share * each
         types = self.exact.cluster.device_types
         self.memory = self.exact.view.worst(lambda d: types[self.exact.cluster.devices[d].type].memory * (1.0 - RESERVE), min)
+
+    def stores(self, start: int, stop: int) -> bool:
+        """Whether there is room for parameters, what belongs to them, and a second set of gradients."""
+        return bool((self.static[stop] - self.static[start] + self.gradients[stop] - self.gradients[start] <= self.memory).all())
 
     def answer(self, start: int, stop: int, low: Answer) -> Answer:
         """For layers [start, stop). Gradients are synchronised behind backward as far as there is any; memory is counted by sums: what is stored, and
@@ -319,8 +373,11 @@ class WholeModel:
             wire = max(wire, now) + self.synchronise[layer] + late
         micro = now + sum(t.micro_forward for t in self.times[start:stop])
         iteration = max(wire - now, 0.0) + sum(t.update for t in self.times[start:stop])
-        static, each = (tuple(a[stop] - a[start]) for a in (self.static, self.kept))
-        fits = most_in_flight(self.memory, static, each, tuple(self.again))
+        static, each, gradients = (a[stop] - a[start] for a in (self.static, self.kept, self.gradients))
+        # when backward ends, gradients of its micro-batch are there beside those of all before it, and its activations are not; and what the update
+        # needs for a moment is as much as the gradients
+        at_end = self.again + np.maximum(gradients - each, 0.0)
+        fits = most_in_flight(self.memory, tuple(static), tuple(each), tuple(at_end)) if self.stores(start, stop) else 0
         return Answer(max(micro, low.micro), max(iteration, low.iteration), min(fits, low.most_in_flight))
 
 

@@ -63,7 +63,7 @@ def kept_otherwise(sizes: Sequence[int]) -> Iterator[Vector]:
 def carried(plan: Plan, key: ProgramKey, theory: Theory, costs: CostModel, capacity: Vector) -> Candidate | None:
     """The program of an old plan with its lengths, at the costs of now. None where it is of another graph or mesh, or does not fit any more."""
     stage = plan.stages[0]
-    if len(plan.stages) > 1 or key not in plan.graphs or plan.graphs[key].hash != theory.graph.hash or stage.mesh != theory.mesh:
+    if plan.schedules or key not in plan.graphs or plan.graphs[key].hash != theory.graph.hash or stage.mesh != theory.mesh:
         return None
     program, lengths = stage.programs[key], dict(stage.lengths[key])
     storage = {name: plan.storage_of[name].copies[0].placement for name in theory.stored}

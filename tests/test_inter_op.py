@@ -17,14 +17,14 @@ import hapx
 from hapx.alternation import Setting
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture import capture
-from hapx.inter_op import at_full_speed, numbers_of_micro_batches
+from hapx.inter_op import at_full_speed, numbers_of_micro_batches, pipelines
 from hapx.planner import key_of
 from hapx.restriction import AUTO
 from hapx.stage_prices import Asker
 from hapx.stages.clustering import find_layers
 from hapx.stages.submeshes import shape_of
 from hapx.theory.normalise import MixedSamplesWarning
-from support.clusters import slow_devices
+from support.clusters import TWO, slow_devices
 from support.models import GPT
 from support.staged import micro_graph
 
@@ -47,7 +47,7 @@ def test_a_slow_link_makes_a_pipeline() -> None:
 
 
 def test_a_quick_link_does_not() -> None:
-    model = MODEL()
+    model = MODEL(layers=2)
     plan = hapx.plan(model, QUICK, model.example(16))
     assert len(plan.stages) == 1
     graph = capture(model, model.example(16))
@@ -62,6 +62,20 @@ def test_the_number_of_micro_batches_may_be_given() -> None:
         hapx.plan(model, SLOW, model.example(16), micro_batches=3)
     assert numbers_of_micro_batches(16, SLOW) == (16, 8)
     assert numbers_of_micro_batches(1, SLOW) == ()
+
+
+def test_one_stage_that_accumulates_is_a_candidate() -> None:
+    """On two unlike devices with a quick link uneven shares are faster than stages; micro-batches one after another take less memory."""
+    model = MODEL(layers=2)
+    whole = capture(model, model.example(16))
+    asked = Setting(whole, key_of(whole), TWO, AUTO, "fp32", "adamw")
+    plan = pipelines(asked, lambda number: micro_graph(model, model.example(16), number)[0], (4,), more=False)[0]
+    assert len(plan.stages) == 1 and plan.stages[0].devices == (0, 1)
+    assert len(plan.schedules[plan.first].micro_batches) == 4
+    plan.verify()
+    at_once = hapx.plan(model, TWO, model.example(16), micro_batches=1)
+    assert sum(plan.memory) < sum(at_once.memory)
+    assert plan.iteration_time == pytest.approx(at_once.iteration_time, rel=0.1)
 
 
 def contrastive() -> nn.Module:

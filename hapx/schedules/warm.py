@@ -1,41 +1,84 @@
-"""How many further micro-batches hide the links of a pipeline.
+"""How many micro-batches must be under way so that links are hidden, and what fewer of them cost.
 
-In: seconds of the stages and of what crosses. Out: a style. A group of one stage keeps a micro-batch from its forward to the end of its backward;
-in between the micro-batch passes all later stages and every link twice. By Little's law k_i = ceil(R_i / T) micro-batches keep the slowest part
-busy, with R_i that round trip and T the seconds between two micro-batches: of the slowest stage, or of the busiest link (one per crossing
-and direction, unless `Seconds.links` says what they share). For equal stages and crossings for nothing k_i = S - i, which is 1F1B. With fewer
-than about two micro-batches per stage the steady state is never reached, and plain 1F1B may be a little faster: `timetable` says.
+In: seconds of the stages and of what crosses. Out: styles. A group of one stage runs forward m + w, backward m, forward m + w + 1, ... in turn,
+with w of its own (and keeps w + 1 micro-batches). A micro-batch that goes from stage i up to stage j, turns there and comes back takes the trip
+R_ij: the runs of both and of those between, and every link between them twice. Meanwhile i begins w_i - w_j + 1 others, so the seconds between two
+micro-batches are
+
+    T = max over i <= j of R_ij / (w_i - w_j + 1),   and at least what the busiest link takes for one.
+
+These are all cycles of dependencies that matter: others, which turn several times, are put together from the same runs as some of these. 1F1B has
+w_i - w_(i+1) = 1, so two equal stages that take t, with a link that takes x both ways, need t + x / 2. A difference of 2 ("eager" 1F1B: Zhuang et
+al., MLSys 2023, section 4) hides all links up to x = t. With few micro-batches the steady state is never reached, and plain 1F1B may be a little
+faster: `timetable` says.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from math import ceil
 
 from hapx.schedules.styles import Crossing, Style
 from hapx.schedules.timetable import Seconds
 
+NOISE = 1e-9
+
 
 def hiding(seconds: Seconds, crossings: Iterable[Crossing]) -> Style:
-    """The style that keeps as many micro-batches as it takes to hide all links, of a pipeline with one stage per group; 1f1b where it takes none."""
+    """The style with the fewest micro-batches under way that hides all links, of a pipeline with one stage per group; 1f1b where that does."""
+    return hidings(seconds, crossings)[0]
+
+
+def hidings(seconds: Seconds, crossings: Iterable[Crossing]) -> list[Style]:
+    """Styles from the one that hides all links to 1f1b, each with fewer micro-batches under way than the one before, for a longer period."""
+    given = tuple(crossings)
+    trips = round_trips(seconds, given)
+    least = shortest_period(seconds, given)
+    periods = {least} | {t / k for (i, j), t in trips.items() for k in range(j - i + 1, ceil(t / least) if least else 0) if t / k > least}
     size = len(seconds.forward)
-    both = [f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)]
-    wire = {(c.source, c.target): (_wire(seconds, c.source, c.target), _wire(seconds, c.target, c.source) if c.gradient else 0.0) for c in crossings}
+    return list(dict.fromkeys(_style(_under_way(trips, size, period)) for period in sorted(periods)))
+
+
+def shortest_period(seconds: Seconds, crossings: Iterable[Crossing]) -> float:
+    """Seconds between two micro-batches that no schedule is below: of the slowest stage, or of the busiest link (one per crossing and direction,
+    unless `Seconds.links` says what they share)."""
     busy: Counter[object] = Counter()
-    for (source, target), (there, back) in wire.items():
-        for pair, taken in (((source, target), there), ((target, source), back)):
-            busy.update(dict.fromkeys(seconds.links.get(pair, (pair,)), taken))
-    period = max([*both, *busy.values()])
-    trips = [0.0] * size
-    for i in reversed(range(size)):
-        trips[i] = both[i] + max((sum(s) + trips[j] for (source, j), s in wire.items() if source == i), default=0.0)
-    kept = [ceil(trip / period - 1e-9) if period else 1 for trip in trips]
-    extra = [max(0, k - (size - i)) for i, k in enumerate(kept)]
+    for c in crossings:
+        for pair in [(c.source, c.target), (c.target, c.source)][: 2 if c.gradient else 1]:
+            busy.update(dict.fromkeys(seconds.links.get(pair, (pair,)), seconds.crossing.get(pair, 0.0)))
+    return max([*(f + b for f, b in zip(seconds.forward, seconds.backward, strict=True)), *busy.values()])
+
+
+def round_trips(seconds: Seconds, crossings: Sequence[Crossing]) -> dict[tuple[int, int], float]:
+    """R_ij of every two stages i < j of which one needs what the other makes, on the longest ways."""
+    back = [c for c in crossings if c.gradient]
+    ways = [(crossings, seconds.forward, False), (back, seconds.backward, True)]
+    found = [_longest(given, runs, seconds, turned) for given, runs, turned in ways]
+    return {pair: there + found[1][pair] for pair, there in found[0].items() if pair in found[1]}
+
+
+def _longest(crossings: Iterable[Crossing], runs: Sequence[float], seconds: Seconds, turned: bool) -> dict[tuple[int, int], float]:
+    """Per stages i < j, seconds of the longest way between them, with the runs at both ends."""
+    wires = {(c.source, c.target): seconds.crossing.get((c.target, c.source) if turned else (c.source, c.target), 0.0) for c in crossings}
+    found: dict[tuple[int, int], float] = {}
+    for i, j in sorted(combinations(range(len(runs)), 2), reverse=True):  # from the end
+        ways = [w + (runs[j] if k == j else found[k, j]) for (source, k), w in wires.items() if source == i and (k == j or (k, j) in found)]
+        if ways:
+            found[i, j] = runs[i] + max(ways)
+    return found
+
+
+def _under_way(trips: dict[tuple[int, int], float], size: int, period: float) -> list[int]:
+    """The least w of each stage, of which none is as small as that of the next one."""
+    w = [0] * size
     for i in reversed(range(size - 1)):
-        extra[i] = max(extra[i], extra[i + 1])
-    return Style("1f1b-warm", tuple(extra)) if any(extra) else Style("1f1b")
+        own = [w[j] + ceil(t / period - NOISE) - 1 for (a, j), t in trips.items() if a == i] if period else []
+        w[i] = max([w[i + 1] + 1, *own])
+    return w
 
 
-def _wire(seconds: Seconds, source: int, target: int) -> float:
-    return seconds.crossing.get((source, target), 0.0)
+def _style(under_way: Sequence[int]) -> Style:
+    extra = tuple(w - (len(under_way) - 1 - i) for i, w in enumerate(under_way))
+    return Style("1f1b-warm", extra) if any(extra) else Style("1f1b")

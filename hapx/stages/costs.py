@@ -8,8 +8,8 @@ With n micro-batches, stages 1..S from the front, t_i seconds per micro-batch (f
                micro-batch travel while cotangents of another come back, each half of x_i, and a stage sends activations to the next one and
                cotangents to the one before over the same card
 
-and stage i, the s-th from the end, keeps what n or min(n, s + w) micro-batches need for backward at once, which must fit into its devices. This is
-Alpa's equation 2 (OSDI'22) with x and u. It ranks pipelines; what overlaps exactly only the simulator knows.
+and stage i, the s-th from the end, keeps what n or min(n, 1 + e (s - 1)) micro-batches need for backward at once, which must fit into its
+devices. This is Alpa's equation 2 (OSDI'22) with x and u. It ranks pipelines; what overlaps exactly only the simulator knows.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def most_in_flight(capacity: Sequence[float], static: Sequence[float], each: Seq
 
 @dataclass(frozen=True, slots=True)
 class Discipline:
-    """What a schedule means for costs. warm: extra micro-batches that a stage keeps in flight; None: all of them. hides: what crosses is hidden
-    behind other micro-batches."""
+    """What a schedule means for costs. each: micro-batches in flight for every stage behind, beside one; None: all of them. hides: what crosses is
+    hidden behind other micro-batches."""
 
     name: str
-    warm: int | None = 0
+    each: int | None = 1
     hides: bool = False
 
     def in_flight(self, micro_batches: int, from_end: int) -> int:
         """Micro-batches that the stage `from_end` (1: the last one) keeps at once."""
-        return micro_batches if self.warm is None else min(micro_batches, from_end + self.warm)
+        return micro_batches if self.each is None else min(micro_batches, 1 + self.each * (from_end - 1))
 
     def period(self, micro: float, crossing: float, before: float = 0.0) -> float:
         """Seconds between two micro-batches of a stage. crossing, before: of what crosses behind it and before it."""
@@ -69,9 +69,10 @@ ONE_F_ONE_B = Discipline("1f1b")
 GPIPE = Discipline("gpipe", None, hides=True)
 
 
-def warm(extra: int) -> Discipline:
-    """1F1B with `extra` more micro-batches in flight, which hide what crosses."""
-    return Discipline("1f1b-warm", extra, hides=True)
+def eager(each: int) -> Discipline:
+    """1F1B with more micro-batches in flight, which hide what crosses: 2 for every stage behind hide as much as a stage computes
+    (`hapx.schedules.warm`)."""
+    return Discipline("1f1b-warm", each, hides=True)
 
 
 def _nothing(_boundary: int, _link: Link) -> float:

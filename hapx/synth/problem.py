@@ -220,13 +220,17 @@ class _Builder:
         return self.wanted[key]
 
     def _stored(self, name: str) -> tuple[Placement, ...]:
-        """Placements in which a parameter may be stored; "sharded": only those in the most shards, each with a unit for every device."""
+        """Placements in which a parameter may be stored; "sharded": only those in the most shards, each with a unit for every device;
+        "sharded-inside": the same of those that are whole on every machine."""
         if name in self.given:
             return (self.given[name],)
         options = self.theory.stored[name]  # one object for all parameters that may be stored alike
         if not self.rule.storage.startswith("sharded") or self.graph.refs[name].kind is not Kind.PARAMETER:
             return options
-        sizes = self.theory.mesh.sizes
+        sizes, axes = self.theory.mesh.sizes, self.theory.mesh.axes
+        if self.rule.storage == "sharded-inside" and len(axes) > 1:
+            machines = [a for a, axis in enumerate(axes) if axis.kind == "machines"]
+            options = tuple(p for p in options if not any(isinstance(p.states[a], Sharded) for a in machines))
         fitting = [p for p in options if all(not isinstance(s, Sharded) or s.cut.units >= sizes[a] for a, s in enumerate(p.states))] or list(options)
         most = max(map(shards, fitting))
         return tuple(p for p in fitting if shards(p) == most)

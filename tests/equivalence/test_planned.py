@@ -21,6 +21,7 @@ from hapx.cluster.spec import ClusterSpec
 from hapx.plan import Form, Plan
 from hapx.planner import plan_module
 from hapx.restriction import Restriction
+from hapx.states import Sharded
 from support.clusters import FOUR, ONE, THREE, TWO, TWO_MACHINES
 from support.division import divisions
 from support.equivalence import Trace, Uses, assert_equivalent, compare, make_optimizer, run_ranks, train_rank, train_single, uses_of
@@ -97,6 +98,12 @@ def model_inside_batch(uses: Uses, plan: Plan) -> bool:
     return plan.stages[0].mesh.sizes == (2, 2) and shared and (3 * b // 4, b // 4) in lengths
 
 
+def stored_inside_machines(_: Uses, plan: Plan) -> bool:
+    """Parameters are in shards inside of machines, whole between them."""
+    found = [s.copies[0].placement.states for s in plan.storage]
+    return any(isinstance(inside, Sharded) for _, inside in found) and not any(isinstance(between, Sharded) for between, _ in found)
+
+
 CASES: dict[str, Case] = {
     "even": Case(FOUR, data_parallel("even", ratios="even"), lambda u, p: batch_lengths(p) == (2, 2, 2, 2) and not u.unequal, batch=8),
     "4:4:1:1": Case(FOUR, data_parallel("4:4:1:1", ratios=(4.0, 4.0, 1.0, 1.0)), lambda u, p: batch_lengths(p) == (4, 4, 1, 1), batch=10),
@@ -120,6 +127,9 @@ CASES: dict[str, Case] = {
     "point to point": Case(THREE, data_parallel("p2p", storage="sharded", forms=POINT_TO_POINT), lambda u, p: u.forms == {Form.POINT_TO_POINT}),
     "two ranks": Case(TWO, flat("two"), lambda u, p: u.unequal),
     "three ranks": Case(THREE, flat("three", ratios="speed"), lambda u, p: u.unequal),
+    "inside machines": Case(
+        TWO_MACHINES, Restriction("inside", mesh="two-level", storage="sharded-inside", split="batch"), stored_inside_machines, batch=8
+    ),
     "two machines": Case(
         TWO_MACHINES, Restriction("two machines", mesh="two-level", ratios=(3.0, 1.0)), model_inside_batch, batch=8, batches={"mlp": 64}
     ),

@@ -38,6 +38,12 @@ def test_gpt_with_a_tied_head(style: str, number: int) -> None:
     assert_staged(GPT_4, examples(GPT_4), plan, optimizer="adamw", steps=2)
 
 
+def test_one_stage_that_accumulates() -> None:
+    plan = staged_plan(GPT_4(), examples(GPT_4)(0), TWO_MACHINES, [(0, 1, 2, 3)], 4)
+    assert len(plan.stages) == 1 and len(plan.schedules[plan.first].micro_batches) == 4
+    assert_staged(GPT_4, examples(GPT_4), plan, optimizer="adamw", steps=2)
+
+
 @pytest.mark.parametrize(
     "devices, style",
     [(((0, 1), (2, 3), (4, 5)), "1f1b"), (((0,), (1, 2, 3), (4, 5)), "1f1b-warm:2"), (((0, 1, 2), (3, 4, 5), (0, 1, 2), (3, 4, 5)), "interleaved")],

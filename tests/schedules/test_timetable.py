@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hapx.plan import Action, Schedule
-from hapx.schedules import Crossing, Seconds, Timetable, hiding, make, timetable
+from hapx.schedules import Crossing, Seconds, Timetable, hiding, hidings, make, timetable
+from hapx.schedules.warm import round_trips, shortest_period
 from support.pipelines import Pipeline, chain, pipelines
 
 DURATIONS = st.integers(0, 40).map(lambda n: n / 8)  # sums are exact
@@ -182,6 +183,51 @@ def test_hiding_pays() -> None:
         assert warm <= plain, (str(style), s)
         gains.append(plain / warm)
     assert sum(gains) / len(gains) > 1.2 and max(gains) > 1.5
+
+
+def drawn(random: Random) -> tuple[int, Seconds]:
+    """Stages, and seconds of uneven ones with links of their own."""
+    size = random.randint(2, 5)
+    forward = tuple(random.uniform(0.5, 1.5) for _ in range(size))
+    wires = [random.choice([0.0, random.uniform(0, 3)]) for _ in range(size - 1)]
+    crossing = {pair: t for i, t in enumerate(wires) for pair in ((i, i + 1), (i + 1, i))}
+    return size, Seconds(forward, tuple(random.uniform(1, 2) * f for f in forward), crossing=crossing)
+
+
+def period(style: str, size: int, s: Seconds) -> float:
+    """Seconds between two micro-batches when the pipeline repeats itself."""
+    a, b = (timetable(make(style, tuple(range(size)), chain(size), (1,) * n), s).total for n in (60, 90))
+    return (b - a) / 30
+
+
+def test_the_period_is_that_of_the_longest_round_trip() -> None:
+    """T = max of R_ij / (w_i - w_j + 1), for 50 random pipelines and warm numbers."""
+    random = Random(1)
+    for _ in range(50):
+        size, s = drawn(random)
+        extra = sorted((random.randint(0, 4) for _ in range(size - 1)), reverse=True)
+        w = [size - 1 - i + e for i, e in enumerate([*extra, 0])]
+        trips = round_trips(s, chain(size))
+        expected = max(shortest_period(s, chain(size)), *(t / (w[i] - w[j] + 1) for (i, j), t in trips.items()))
+        assert period(f"1f1b-warm:{','.join(map(str, extra))},0", size, s) == pytest.approx(expected, rel=0.02)
+
+
+def test_hiding_takes_the_fewest_micro_batches() -> None:
+    """No style with fewer under way at any stage is as fast; those after it are slower and end with 1F1B."""
+    random = Random(2)
+    for _ in range(20):
+        size, s = drawn(random)
+        first, *others = hidings(s, chain(size))
+        least = shortest_period(s, chain(size))
+        assert period(str(first), size, s) == pytest.approx(least, rel=0.02)
+        extra = (first.numbers or (0,) * size)[:-1]
+        for i, e in enumerate(extra):
+            fewer = [*extra[:i], *(min(e - 1, x) for x in extra[i:])]
+            if min(fewer) >= 0:
+                assert period(f"1f1b-warm:{','.join(map(str, fewer))},0", size, s) > least * 1.0001
+        assert str((first, *others)[-1]) == "1f1b"
+        numbers = [sum(style.numbers) for style in (first, *others)]
+        assert numbers == sorted(numbers, reverse=True) and len(set(numbers)) == len(numbers)
 
 
 def test_equal_stages_without_links_are_1f1b() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from hapx.cluster.spec import ClusterSpec, Link
 from hapx.stages import exhaustive
-from hapx.stages.costs import GPIPE, ONE_F_ONE_B, UNLIMITED, Answer, Pipeline, Prices, latency, most_in_flight, warm
+from hapx.stages.costs import GPIPE, ONE_F_ONE_B, UNLIMITED, Answer, Pipeline, Prices, eager, latency, most_in_flight
 from hapx.stages.dp import Solution, solve
 from hapx.stages.space import space
 from hapx.stages.submeshes import Shape, shape_of
@@ -131,8 +131,8 @@ def test_more_micro_batches_until_their_overhead_is_more() -> None:
 def test_crossing_is_in_the_cost_and_hidden_where_the_discipline_hides_it() -> None:
     dealt, prices = space(cluster_of(["fast"] * 2)), [_simple(10, crossing=0.09, together=0.2)]
     assert len(solve("aaaa", dealt, prices, [ONE_F_ONE_B]).pipelines[0].stages) == 2
-    times = {d: solve("aaaa", dealt, prices, [d], epsilon=0.0).pipelines[0].time for d in (ONE_F_ONE_B, GPIPE, warm(2))}
-    assert times[ONE_F_ONE_B] == pytest.approx(0.2 * 2 + 0.09 + 9 * 0.29) and times[GPIPE] == times[warm(2)] == pytest.approx(
+    times = {d: solve("aaaa", dealt, prices, [d], epsilon=0.0).pipelines[0].time for d in (ONE_F_ONE_B, GPIPE, eager(2))}
+    assert times[ONE_F_ONE_B] == pytest.approx(0.2 * 2 + 0.09 + 9 * 0.29) and times[GPIPE] == times[eager(2)] == pytest.approx(
         0.2 * 2 + 0.09 + 9 * 0.2
     )
     assert len(solve("aaaa", dealt, [_simple(10, crossing=9.0, together=0.2)]).pipelines[0].stages) == 1

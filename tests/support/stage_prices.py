@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from hapx.cluster.spec import ClusterSpec, Link
-from hapx.stages.costs import GPIPE, ONE_F_ONE_B, UNLIMITED, Answer, Discipline, Prices, warm
+from hapx.stages.costs import GPIPE, ONE_F_ONE_B, UNLIMITED, Answer, Discipline, Prices, eager
 from hapx.stages.submeshes import Shape
 
 SPEEDS = {"fast": 4.0, "medium": 3.0, "slow": 1.0}
@@ -100,5 +100,5 @@ def random_worlds(seed: int) -> tuple[tuple[str, ...], list[World], tuple[Discip
     draw = random.Random(seed)
     layers = tuple(draw.choice(["a", "a", "a", "bb", "cccc"]) for _ in range(draw.choice([1, 2, 3, 4, 5, 6, 6, 6])))
     counts = draw.sample([1, 2, 4, 8, 16], draw.randint(1, 2))
-    disciplines = tuple(draw.sample([ONE_F_ONE_B, GPIPE, warm(1), warm(3)], draw.randint(1, 2)))
+    disciplines = tuple(draw.sample([ONE_F_ONE_B, GPIPE, eager(2), eager(3)], draw.randint(1, 2)))
     return layers, [World(seed, layers, n, draw.choice([1.0, 2.0, 10.0]), draw.choice([0.0, 0.1, 0.3, 0.6, 1.0])) for n in counts], disciplines
