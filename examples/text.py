@@ -52,7 +52,7 @@ def standard_library(held_out: float = 0.05) -> Text:
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(root.glob("*.py"))
     contents = [f.read_text(encoding="utf-8", errors="replace") for f in files]
-    counts = Counter(c for content in contents for c in content)
+    counts = Counter("".join(contents))
     kept = sorted(c for c, n in counts.items() if n >= RARE)
     numbers = {c: i + 1 for i, c in enumerate(kept)}
     table = {ord(c): numbers.get(c, 0) for c in counts}
@@ -60,6 +60,6 @@ def standard_library(held_out: float = 0.05) -> Text:
 
     def encoded(validation: bool) -> Tensor:
         chosen = "".join(c for i, c in enumerate(contents) if (i % every == every - 1) == validation)
-        return torch.tensor(bytearray(chosen.translate(table).encode("latin-1")), dtype=torch.uint8).long()
+        return torch.frombuffer(bytearray(chosen.translate(table).encode("latin-1")), dtype=torch.uint8).long()
 
     return Text(str(root), ("?", *kept), encoded(False), encoded(True))

@@ -24,16 +24,19 @@ from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
 from hapx.synth.seeds import Mask
 
+ROUNDING = 1e-12  # of an estimate: more than rounding does to what is spent
+
 
 class State:
     """A partial program; see the module."""
 
-    __slots__ = ("backward", "cost", "dead", "estimate", "forward", "level", "memory", "move", "parent", "place", "rounds")
+    __slots__ = ("backward", "cost", "dead", "estimate", "forward", "level", "memory", "move", "parent", "place", "rounds", "spent")
 
     def __init__(self, level: int, place: int, cost: float, forward: Vector, backward: Vector, memory: Vector, estimate: float,
-                 parent: State | None, move: Move | None, rounds: tuple[int, int] = (0, 0)):  # fmt: skip
+                 spent: float, parent: State | None, move: Move | None, rounds: tuple[int, int] = (0, 0)):  # fmt: skip
         self.level, self.place, self.cost, self.forward, self.backward, self.memory = level, place, cost, forward, backward, memory
         self.estimate, self.parent, self.move, self.dead = estimate, parent, move, False
+        self.spent = spent  # with all that is pending: what dominates a state has not spent more
         self.rounds = rounds  # (period, times): instead of by a move, by repeating the last moves before it
 
 
@@ -80,7 +83,7 @@ class Synthesis:
         rest = self.bound.rest(0, self.problem.start)
         fixed = sum(map(mul, self.prices, self.fixed_memory)) if self.limits is None and self.prices is not None else 0.0
         estimate = self.bound.estimate(fixed + self._priced(self.fixed_memory), self.zero, self.zero, rest)
-        return State(0, self.problem.start, fixed, self.zero, self.zero, self.fixed_memory, estimate, None, None)
+        return State(0, self.problem.start, fixed, self.zero, self.zero, self.fixed_memory, estimate, fixed, None, None)
 
     def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
         """By the choices whose bound is below the limit (the `most` best of them): conversions are priced for no others."""
@@ -185,15 +188,17 @@ class Synthesis:
         if cost >= limit:
             self.bounded += 1
             return
-        estimate = cost + max(pf) + max(pb)
+        spent = estimate = cost + max(pf) + max(pb)
         if bounded and level < self.depth:
             estimate = max(estimate, self.bound.estimate(cost + self._priced(memory), pf, pb, self.bound.rest(level, place)))
         if estimate < limit:
-            yield State(level, place, cost, pf, pb, memory, estimate, state, move, rounds)
+            yield State(level, place, cost, pf, pb, memory, estimate, spent, state, move, rounds)
         else:
             self.bounded += 1
 
     def dominates(self, a: State, b: State) -> bool:
+        if a.spent > b.spent + ROUNDING * b.estimate:  # so it does for most pairs: what follows takes ten times as long
+            return False
         if self.limits is not None and not all(map(le, a.memory, b.memory)):
             return False
         more = max(map(sub, a.forward, b.forward)) + max(map(sub, a.backward, b.backward))

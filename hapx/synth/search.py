@@ -109,7 +109,7 @@ def _limited(
     best, cost = found.best, found.cost
     if exact and len(problem.steps) <= EXACT:
         if best is not None:  # as an incumbent: with its seconds alone
-            best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, best.parent, best.move)
+            best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, cost, best.parent, best.move)
         domain = Synthesis(problem, shares, limits, prices=found.prices)
         own = Statistics()
         best = _counted(domain, own, search(domain, own, best, BUDGET, watch=problem.watch))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hapx import HAP
+from hapx.ir import Graph
 from support.clusters import TWO_MACHINES, slow_devices
 from support.models import CNN, GPT, MLP
 from support.pool import pool
-from support.staged import assert_staged, staged_plan
+from support.staged import assert_staged, micro_graph, staged_plan
 
 SIX = slow_devices(["fast", "slow"], ["medium", "medium"], ["slow", "fast"])
 HALVES = ((0, 1), (2, 3))
@@ -30,10 +31,16 @@ def examples(model: Callable[[], Any], batch: int = 8) -> Callable[[int], Sequen
     return partial(example, model, batch)
 
 
+@cache
+def graphs(number: int) -> tuple[Graph, Graph]:
+    """Of `GPT_4`."""
+    return micro_graph(GPT_4(), examples(GPT_4)(0), number)
+
+
 @pytest.mark.parametrize("style", ["gpipe", "1f1b", "1f1b-warm:1"])
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_gpt_with_a_tied_head(style: str, number: int) -> None:
-    plan = staged_plan(GPT_4(), examples(GPT_4)(0), TWO_MACHINES, HALVES, number, style)
+    plan = staged_plan(GPT_4(), examples(GPT_4)(0), TWO_MACHINES, HALVES, number, style, graphs=graphs(number))
     assert [len(s.copies) for s in plan.storage if s.name == "tok.weight"] == [2]
     assert_staged(GPT_4, examples(GPT_4), plan, optimizer="adamw", steps=2)
 
@@ -50,7 +57,7 @@ def test_one_stage_that_accumulates() -> None:
     ids=["equal", "unequal", "interleaved"],
 )
 def test_six_devices(devices: Sequence[Sequence[int]], style: str) -> None:
-    plan = staged_plan(GPT_4(), examples(GPT_4)(0), SIX, devices, 4, style)
+    plan = staged_plan(GPT_4(), examples(GPT_4)(0), SIX, devices, 4, style, graphs=graphs(4))
     assert len(plan.stages) == len(devices)
     assert_staged(GPT_4, examples(GPT_4), plan, steps=2)
 
@@ -64,7 +71,7 @@ def test_other_models(model: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.gloo
 def test_on_processes() -> None:
-    plan = staged_plan(GPT_4(), examples(GPT_4)(0), TWO_MACHINES, HALVES, 4)
+    plan = staged_plan(GPT_4(), examples(GPT_4)(0), TWO_MACHINES, HALVES, 4, graphs=graphs(4))
     assert_staged(GPT_4, examples(GPT_4), plan, optimizer="adamw", mode="gloo")
 
 

@@ -6,15 +6,16 @@ Planned programs of four models, then random legal programs of the same (`tests/
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from random import Random
 
 import pytest
 from torch import Tensor
 
-from hapx.ir import OpCall
+from hapx.graph.capture import capture
+from hapx.ir import Graph, OpCall
 from hapx.plan import LocalSize, Plan, Triple
-from hapx.planner import plan_module
+from hapx.planner import plan_graphs, plan_module
 from hapx.restriction import BASELINES
 from hapx.verify import verify
 from support.cases import CASES, MESHES, assert_case
@@ -35,9 +36,18 @@ def inputs(model: str, step: int) -> tuple[Tensor, ...]:
     return example
 
 
+@cache
+def graph_of(model: str) -> Graph:
+    return capture(VISION[model](), inputs(model, 0))
+
+
 def planned(model: str, strategy: str, ratios: str) -> Plan:
+    """Rules without pipelines share a graph, which `plan_module` would capture for each."""
     rule = replace(BASELINES[strategy], name=f"{strategy}, {ratios}", mesh="flat", ratios=RATIOS[ratios])
-    plan = plan_module(VISION[model](), FOUR, inputs(model, 0), strategy=rule)
+    if rule.max_stages == 1:
+        plan = plan_graphs([graph_of(model)], FOUR, strategy=rule)
+    else:
+        plan = plan_module(VISION[model](), FOUR, inputs(model, 0), strategy=rule)
     plan.verify()
     return plan
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hapx.graph.capture import capture
 from hapx.ir import Graph, OpCall
 from hapx.plan import Plan
-from hapx.planner import plan_module
+from hapx.planner import plan_graphs
 from hapx.restriction import BASELINES, Restriction
 from hapx.states import Sharded
 from hapx.theory.derive import derive
@@ -99,8 +99,14 @@ def restricted(strategy: str, ratios: Any) -> Restriction:
     return replace(BASELINES[strategy], mesh="flat", ratios=ratios)
 
 
+@cache
+def tiny_graph(tiny: Tiny, batch: int) -> Graph:
+    return capture(tiny.model(), tiny.inputs(batch, 0))
+
+
 def planned(tiny: Tiny, batch: int, rule: Restriction) -> Plan:
-    plan = plan_module(tiny.model(), FOUR, tiny.inputs(batch, 0), strategy=rule, micro_batches=1)
+    """As by `plan_module` without micro-batches, which would capture the same graph for every rule."""
+    plan = plan_graphs([tiny_graph(tiny, batch)], FOUR, strategy=rule)
     plan.verify()
     return plan
 

@@ -1,4 +1,4 @@
-"""A persistent pool of gloo ranks: processes that import torch once and run one job after another.
+"""A persistent pool of gloo ranks: processes that run one job after another. What runs in them is `support.rank`.
 
 In: a module-level function and arguments that can be pickled. Out: its result on every rank, in rank order. Inside the function
 the default process group is initialised; `torch.distributed.get_rank()` says who it is.
@@ -11,26 +11,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
-import io
 import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe, wait
+from collections.abc import Callable, Sequence
+from functools import cache
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 GRACE = 5.0  # seconds the other ranks get to finish after one has failed
 TIMEOUT = 60.0
-COLLECTIVE_TIMEOUT = 30.0
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -42,30 +38,63 @@ class RankError(RuntimeError):
         super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
 
 
+class _Starter:
+    """The process that starts ranks, all of this process."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        path = os.pathsep.join(p for p in sys.path if p)
+        environment = dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(theirs.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        theirs.close()
+        atexit.register(self.stop)
+
+    def ask(self, *what: Any, files: Sequence[int] = ()) -> int:
+        """The answer to a message; see `support.rank`."""
+        socket.send_fds(self.socket, [pickle.dumps(what)], files)
+        answer = self.socket.recv(64)
+        assert answer, "the process that starts ranks has ended; what it printed says why"
+        found: int = pickle.loads(answer)
+        return found
+
+    def stop(self) -> None:
+        self.socket.close()
+        self.process.wait()
+
+
+@cache
+def _starter() -> _Starter:
+    return _Starter()
+
+
 class _Rank:
-    """One child process and the pipe to it."""
+    """One rank and the pipe to it."""
 
     def __init__(self, rank: int, world_size: int, store: str):
         self.rank = rank
         self.connection, child = Pipe()
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in `stop`)
-        command = [sys.executable, str(Path(__file__).resolve()), str(child.fileno()), str(rank), str(world_size), store, str(os.getpid())]
-        path = os.pathsep.join(p for p in sys.path if p)
-        environment = dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-        self.process = subprocess.Popen(
-            command, pass_fds=[child.fileno()], env=environment, stdout=self.log, stderr=self.log, stdin=subprocess.DEVNULL
-        )
+        self.process = _starter().ask("start", rank, world_size, store, files=[child.fileno(), self.log.fileno()])
+        self.status: int | None = None
         child.close()
 
     def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        if self.status is None:
+            os.kill(self.process, signal.SIGKILL)
+            self.ended()
         self.connection.close()
         self.log.close()
 
+    def ended(self) -> int:
+        """Its exit status (negative: the signal), once it has ended."""
+        if self.status is None:
+            self.status = _starter().ask("end", self.process, GRACE)
+        return self.status
+
     def last_words(self) -> str:
         """Why the process is gone: its exit status and the end of what it printed."""
-        status = self.process.wait(timeout=GRACE)
+        status = self.ended()
         self.log.seek(0)
         return f"the process ended with status {status}\n{self.log.read()[-2000:]}"
 
@@ -130,6 +159,7 @@ _POOLS: dict[int, Pool] = {}
 def pool(world_size: int) -> Pool:
     """The pool of that size of this process."""
     if world_size not in _POOLS:
+        _starter()  # stopped after the pools: what is registered first ends last
         _POOLS[world_size] = Pool(world_size)
         atexit.register(_POOLS[world_size].stop)
     return _POOLS[world_size]
@@ -143,59 +173,3 @@ def _test_modules() -> dict[str, str]:
         if file and Path(file).is_relative_to(TESTS):
             found[name] = file
     return found
-
-
-class _Loader(pickle.Unpickler):
-    """Finds functions and classes of test modules in their files, whatever the import mode of the test runner."""
-
-    def __init__(self, data: bytes, files: dict[str, str]):
-        super().__init__(io.BytesIO(data))
-        self.files = files
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in self.files and module not in sys.modules:
-            load_module(module, self.files[module])
-        return super().find_class(module, name)
-
-
-def load_module(name: str, file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _die_with(parent: int) -> None:
-    """Ends this process when its parent is gone, also while it waits inside a collective."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def serve(connection: Connection, rank: int, world_size: int, store: str, parent: int) -> None:
-    """The life of a rank: join the process group, then run jobs until the pipe closes."""
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout)
-    while True:
-        try:
-            files, job = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        try:
-            function, args = _Loader(job, files).load()
-            answer = pickle.dumps(("done", function(*args)))
-        except BaseException:
-            answer = pickle.dumps(("failed", traceback.format_exc()))
-        connection.send_bytes(answer)
-
-
-if __name__ == "__main__":
-    _fd, _rank, _world_size, _store, _parent = sys.argv[1:]
-    serve(Connection(int(_fd)), int(_rank), int(_world_size), _store, int(_parent))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -54,10 +55,16 @@ class Job:
     remat: bool = False
 
     def graphs(self) -> tuple[Graph, Graph]:
-        dtype = getattr(torch, self.autocast or "bfloat16")
-        with MAKING, torch.autocast("cpu", dtype, enabled=self.autocast is not None):
-            graph, whole = micro_graph(self.model(), self.inputs(0), self.number)
-        return (with_blocks(graph) if self.remat else graph), whole
+        return _graphs(self)
+
+
+@cache
+def _graphs(job: Job) -> tuple[Graph, Graph]:
+    """Those of a micro-batch and of the batch: captured once for all pipelines of a job."""
+    dtype = getattr(torch, job.autocast or "bfloat16")
+    with MAKING, torch.autocast("cpu", dtype, enabled=job.autocast is not None):
+        graph, whole = micro_graph(job.model(), job.inputs(0), job.number)
+    return (with_blocks(graph) if job.remat else graph), whole
 
 
 def random_stages(

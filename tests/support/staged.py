@@ -44,10 +44,10 @@ def block_cuts(graph: Graph, stages: int) -> list[int]:
 
 def staged_plan(
     model: nn.Module, inputs: Sequence[Tensor], cluster: ClusterSpec, devices: Sequence[Sequence[int]], number: int = 2, style: str = "1f1b",
-    cuts: Sequence[int] | None = None, rule: Restriction = AUTO, optimizer: str = "sgd",
+    cuts: Sequence[int] | None = None, rule: Restriction = AUTO, optimizer: str = "sgd", graphs: tuple[Graph, Graph] | None = None,
 ) -> Plan:  # fmt: skip
-    """A pipeline of as many stages as there are sets of devices."""
-    graph, whole = micro_graph(model, inputs, number)
+    """A pipeline of as many stages as there are sets of devices. graphs: what `micro_graph` found, if it is known."""
+    graph, whole = graphs or micro_graph(model, inputs, number)
     setting = Setting(graph, key_of(whole), cluster, replace(rule, segments="none"), "fp32", optimizer, repeats=number)
     ends = [0, *(cuts or block_cuts(graph, len(devices))), len(graph.nodes)]
     counters = Counters()
