@@ -132,7 +132,7 @@ def pipelines(
             watch(f"capturing one of {number} micro-batches")
             asker = _asker(asked, rule, parts, number)
             if asker is not None and (not askers or len(asker.layers) == len(askers[0].layers)):
-                asker.others = askers
+                asker.others = tuple(askers)
                 askers.append(asker)
         if not askers:
             return []
@@ -140,6 +140,17 @@ def pipelines(
         # smaller micro-batches take less memory
         todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
     plans.sort(key=lambda m: m.plan.iteration_time)
+    while more and plans and _is_tight(plans[0].plan) and asked.graph.batch % (number := 2 * max(a.asked.repeats for a in askers)) == 0:
+        watch(f"capturing one of {number} micro-batches")  # smaller ones leave room for quicker programs
+        asker = _asker(asked, rule, parts, number)
+        if asker is None or len(asker.layers) != len(askers[0].layers):
+            break
+        asker.others = tuple(askers)
+        askers.append(asker)
+        found = _chosen(asked, [asker], min(below, plans[0].plan.iteration_time), watch, one_stage)
+        plans = sorted([*plans, *found], key=lambda m: m.plan.iteration_time)
+        if plans[0].asker is not asker:
+            break
     while more and plans and _fewer_bubbles(plans[0]) and asked.graph.batch % (number := 2 * plans[0].asker.asked.repeats) == 0:
         watch(f"the best pipeline with {number} micro-batches")
         known = any(a.asked.repeats == number for a in askers)  # then the program has looked at it
@@ -217,15 +228,15 @@ def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], num
 
 
 def _put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics: dict[str, Any]) -> _Made | None:
-    """The plan of a pipeline, each stage planned for itself, with fewer micro-batches in flight where it takes more memory than its answer said; None
-    where one does not fit at all. The asker is told of both."""
+    """The plan of a pipeline, each stage planned for itself; with fewer micro-batches in flight, where it takes more memory than its answer said, but
+    as many as 1F1B needs. None where a stage does not fit so. The asker learns what fits."""
     pieces = []
     for i, s in enumerate(pipeline.stages):
-        known = asker.piece(s.start, s.stop, s.shape, s.in_flight, s.answer.plan)
+        least = ONE_F_ONE_B.in_flight(pipeline.micro_batches, len(pipeline.stages) - i)
+        known = asker.piece(s.start, s.stop, s.shape, least, s.answer.plan)
         if known is None:
-            asker.refuse(s.start, s.stop, s.shape, s.in_flight)
-            known = asker.piece(s.start, s.stop, s.shape, ONE_F_ONE_B.in_flight(pipeline.micro_batches, len(pipeline.stages) - i), s.answer.plan)
-        if known is not None:
+            asker.refuse(s.start, s.stop, s.shape, least)
+        else:
             pieces.append(_placed(asker, s.start, s.stop, known, s.devices))
     if len(pieces) < len(pipeline.stages):
         return None

@@ -197,13 +197,21 @@ class Asker:
         key = self.classes[start:stop], shape
         planned = [self.fits(p) for level in self.levels(shape) if (p := self.pieces.get((*key, level))) is not None]
         most = min(in_flight - 1, max(planned, default=0))
-        fewer = [replace(a, most_in_flight=min(a.most_in_flight, most)) for a in self.known.get(key, ())]
-        self.known[key] = tuple(a for a in fewer if a.most_in_flight > 0)
+        for level in self.levels(shape):
+            self._at_most(key, level, most)
+
+    def _at_most(self, key: Hashable, level: int, most: int) -> None:
+        """Corrects the answers for a run of layers that are programs at a level of thrift."""
+        if key in self.known:
+            fewer = [replace(a, most_in_flight=min(a.most_in_flight, most)) if a.plan == level else a for a in self.known[key]]
+            self.known[key] = tuple(a for a in fewer if a.most_in_flight > 0)
 
     def refused(self, pipeline: Pipeline) -> bool:
         """Whether it needs an answer that turned out to fit fewer micro-batches."""
-        own = pipeline.micro_batches == self.asked.repeats and len(pipeline.stages) > 1
-        return own and any(all(a.most_in_flight < s.in_flight for a in self.ask(s.start, s.stop, s.shape)) for s in pipeline.stages)
+        if pipeline.micro_batches != self.asked.repeats or len(pipeline.stages) == 1:
+            return False
+        answers = [(s, [a for a in self.ask(s.start, s.stop, s.shape) if a.plan == s.answer.plan]) for s in pipeline.stages]
+        return any(all(a.most_in_flight < s.in_flight for a in own) for s, own in answers)
 
     def _whole(self, shape: Shape, level: int) -> WholeModel | None:
         """A program of the whole model on a shape, made as if memory were no matter, at a level of thrift."""
@@ -307,7 +315,9 @@ class Asker:
                 best = self.roomy(setting, [view_of(setting)])
                 self.pieces[key] = piece_of(best, nodes, tuple(range(shape.num_devices))) if best is not None else None
             found = self.pieces[key]
-            if found is not None and self.fits(found) >= in_flight:
+            fits = self.fits(found) if found is not None else 0
+            self._at_most(key[:2], thrift, fits)
+            if found is not None and fits >= in_flight:
                 return found
         return None
 
