@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hapx import HAP
 from hapx.ir import Graph
-from support.clusters import TWO_MACHINES, slow_devices
+from support.clusters import TWO, TWO_MACHINES, slow_devices
 from support.models import CNN, GPT, MLP
 from support.pool import pool
 from support.staged import assert_staged, micro_graph, staged_plan
@@ -20,6 +20,7 @@ from support.staged import assert_staged, micro_graph, staged_plan
 SIX = slow_devices(["fast", "slow"], ["medium", "medium"], ["slow", "fast"])
 HALVES = ((0, 1), (2, 3))
 GPT_4: Callable[[], Any] = partial(GPT, vocab=13, width=8, heads=4, layers=4, context=6)
+GPT_1: Callable[[], Any] = partial(GPT_4, layers=1)
 
 
 def example(model: Callable[[], Any], batch: int, step: int) -> Sequence[Tensor]:
@@ -46,9 +47,9 @@ def test_gpt_with_a_tied_head(style: str, number: int) -> None:
 
 
 def test_one_stage_that_accumulates() -> None:
-    plan = staged_plan(GPT_4(), examples(GPT_4)(0), TWO_MACHINES, [(0, 1, 2, 3)], 4)
+    plan = staged_plan(GPT_1(), examples(GPT_1)(0), TWO_MACHINES, [(0, 1, 2, 3)], 4)
     assert len(plan.stages) == 1 and len(plan.schedules[plan.first].micro_batches) == 4
-    assert_staged(GPT_4, examples(GPT_4), plan, optimizer="adamw", steps=2)
+    assert_staged(GPT_1, examples(GPT_1), plan, optimizer="adamw", steps=2)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,25 @@ def test_auto_chooses_a_pipeline_over_a_slow_link() -> None:
     expected = two_losses(module, module)
     for stages, losses, state in pool(4).run(train_as_users_do, timeout=120):
         assert stages > 1
+        assert losses == pytest.approx(expected, rel=1e-9)
+        for name, tensor in module.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
+
+
+def train_with_a_plan_that_accumulates() -> tuple[int, list[float], dict[str, Tensor]]:
+    module = GPT_1()
+    plan = staged_plan(GPT_1(), module.example(16, 0), TWO, [(0, 1)], 4, optimizer="adamw")
+    hap = HAP(module, TWO, plan=plan, example_inputs=module.example(16, 0))
+    losses = two_losses(hap, module)
+    return len(hap.plan.stages), losses, hap.full_state_dict()
+
+
+@pytest.mark.gloo
+def test_a_plan_that_accumulates_trains_as_any_other() -> None:
+    module = GPT_1()
+    expected = two_losses(module, module)
+    for stages, losses, state in pool(2).run(train_with_a_plan_that_accumulates, timeout=120):
+        assert stages == 1
         assert losses == pytest.approx(expected, rel=1e-9)
         for name, tensor in module.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
