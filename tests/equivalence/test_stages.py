@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hapx import HAP
+from hapx.plan import Plan
 from hapx.ir import Graph
 from support.clusters import TWO, TWO_MACHINES, slow_devices
 from support.models import CNN, GPT, MLP
@@ -112,9 +113,8 @@ def test_auto_chooses_a_pipeline_over_a_slow_link() -> None:
             torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
 
 
-def train_with_a_plan_that_accumulates() -> tuple[int, list[float], dict[str, Tensor]]:
+def train_with(plan: Plan) -> tuple[int, list[float], dict[str, Tensor]]:
     module = GPT_1()
-    plan = staged_plan(GPT_1(), module.example(16, 0), TWO, [(0, 1)], 4, optimizer="adamw")
     hap = HAP(module, TWO, plan=plan, example_inputs=module.example(16, 0))
     losses = two_losses(hap, module)
     return len(hap.plan.stages), losses, hap.full_state_dict()
@@ -123,8 +123,9 @@ def train_with_a_plan_that_accumulates() -> tuple[int, list[float], dict[str, Te
 @pytest.mark.gloo
 def test_a_plan_that_accumulates_trains_as_any_other() -> None:
     module = GPT_1()
+    plan = staged_plan(module, module.example(16, 0), TWO, [(0, 1)], 4, optimizer="adamw")
     expected = two_losses(module, module)
-    for stages, losses, state in pool(2).run(train_with_a_plan_that_accumulates, timeout=120):
+    for stages, losses, state in pool(2).run(train_with, plan, timeout=120):
         assert stages == 1
         assert losses == pytest.approx(expected, rel=1e-9)
         for name, tensor in module.state_dict().items():
