@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hapx import HAP
-from hapx.plan import Plan
 from hapx.ir import Graph
+from hapx.plan import Plan
 from support.clusters import TWO, TWO_MACHINES, slow_devices
 from support.models import CNN, GPT, MLP
 from support.pool import pool
