@@ -42,6 +42,7 @@ from hapx.synth.astar import Statistics
 from hapx.theory.discover import discover
 from hapx.theory.normalise import warn_of_mixing
 
+MANY = 16  # micro-batches per stage: more leave little work for each
 TIGHT = 0.6  # of a device's memory: then one stage that accumulates may be faster
 NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
 MOST_ASKS = 60  # shapes (at one number of micro-batches), unless nothing was found yet
@@ -105,12 +106,17 @@ def at_full_speed(asked: Setting) -> float:
 def numbers_of_micro_batches(batch: int, cluster: ClusterSpec, scarce: bool = False) -> tuple[int, ...]:
     """Those that are tried: divisors of the batch near 4 and 2 times as many as there are machines (eight at least), or devices of
     a single one; near 32 times where memory is scarce."""
-    unit = max(len(cluster.machines), 8) if len(cluster.machines) > 1 else cluster.num_devices
+    unit = _unit(cluster)
     divisors = [n for n in range(2, batch + 1) if batch % n == 0]
     found: list[int] = []
     for wanted in (32 * unit,) if scarce else (4 * unit, 2 * unit):
         found += sorted((n for n in divisors if n not in found), key=lambda n: (abs(n - wanted), n))[:1]
     return tuple(found)
+
+
+def _unit(cluster: ClusterSpec) -> int:
+    """Stages that a pipeline may have, roughly."""
+    return max(len(cluster.machines), 8) if len(cluster.machines) > 1 else cluster.num_devices
 
 
 def pipelines(
@@ -140,7 +146,10 @@ def pipelines(
         # smaller micro-batches take less memory
         todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
     plans.sort(key=lambda m: m.plan.iteration_time)
-    while more and plans and _is_tight(plans[0].plan) and asked.graph.batch % (number := 2 * max(a.asked.repeats for a in askers)) == 0:
+    while more and plans and _is_tight(plans[0].plan):
+        number = 2 * max(a.asked.repeats for a in askers)
+        if asked.graph.batch % number or number > MANY * _unit(asked.cluster):
+            break
         watch(f"capturing one of {number} micro-batches")  # smaller ones leave room for quicker programs
         asker = _asker(asked, rule, parts, number)
         if asker is None or len(asker.layers) != len(askers[0].layers):
