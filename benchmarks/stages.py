@@ -2,7 +2,7 @@
 
     python -m benchmarks.stages                           every case of the comparison, the ablation, the growth
     python -m benchmarks.stages --quick                   a small GPT on both clusters, and a small ablation
-    python -m benchmarks.stages --only "GPT 1.3B"         cases whose name contains this
+    python -m benchmarks.stages --only "GPT 1.3B"         cases whose name contains this (or, given several times, one of these)
     python -m benchmarks.stages --ablation                equal layers, equal operators (Alpa's ablation, OSDI'22, section 8.3), equal machines
     python -m benchmarks.stages --growth                  CPU seconds of planning over layers and devices
     python -m benchmarks.stages --results FILE.json       keeps what is found, and does not look for it again: large cases take minutes each
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -230,7 +231,7 @@ def page(command: str, made: Sequence[tuple[str, list[Result]]], grown: Table | 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small models")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", action="append", default=[], help="cases whose name contains this; may be given several times")
     parser.add_argument("--ablation", action="store_true", help="only the ablation")
     parser.add_argument("--growth", action="store_true", help="only the growth of planning time")
     parser.add_argument("--results", type=Path, help="a JSON file that keeps results")
@@ -246,11 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = not options.ablation and not options.growth
     chosen = [(c, False) for c in cases(options.quick)] if every else []
     chosen += [(c, True) for c in ablations(options.quick)] if every or options.ablation else []
-    made = run([(c, a) for c, a in chosen if options.only.lower() in c.name.lower()], Book.open(options.results), console, watch)
+    wanted = [word.lower() for word in options.only or [""]]
+    made = run([(c, a) for c, a in chosen if any(word in c.name.lower() for word in wanted)], Book.open(options.results), console, watch)
     grown = growth(options.quick, watch) if options.growth or (every and not options.quick and not options.only) else None
     if grown is not None:
         console.print(grown)
-    command = f"python -m benchmarks.stages {' '.join(sys.argv[1:] if arguments is None else arguments)}".strip()
+    command = f"python -m benchmarks.stages {shlex.join(sys.argv[1:] if arguments is None else arguments)}".strip()
     console.print(f"{time.process_time() - began:.0f} CPU s: {command}", highlight=False, markup=False)
     if options.out is not None:
         options.out.write_text(page(command, made, grown), encoding="utf-8")

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -131,42 +132,43 @@ def pipelines(
     # what is asked only has to rank: stages that are chosen are planned once more without these limits
     rule = replace(asked.rule, segments="none", max_stages=1, remat="none", sfb="never", forms=asked.rule.forms & {"padded"} or asked.rule.forms)
     askers: list[Asker] = []
+
+    def another(number: int) -> Asker | None:
+        """Also asks about so many micro-batches; None where their layers are others."""
+        watch(f"capturing one of {number} micro-batches")
+        asker = _asker(asked, rule, parts, number)
+        if asker is None or (askers and len(asker.layers) != len(askers[0].layers)):
+            return None
+        asker.others = tuple(askers)
+        askers.append(asker)
+        return asker
+
     plans: list[_Made] = []
     todo = list(numbers)
     while todo and not plans:
         for number in todo:
-            watch(f"capturing one of {number} micro-batches")
-            asker = _asker(asked, rule, parts, number)
-            if asker is not None and (not askers or len(asker.layers) == len(askers[0].layers)):
-                asker.others = tuple(askers)
-                askers.append(asker)
+            another(number)
         if not askers:
             return []
         plans = _chosen(asked, askers, below, watch, one_stage)
         # smaller micro-batches take less memory
         todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
     plans.sort(key=lambda m: m.plan.iteration_time)
-    while more and plans and _is_tight(plans[0].plan):
+    while more and plans and _is_tight(plans[0].plan):  # smaller ones leave room for quicker programs
         number = 2 * max(a.asked.repeats for a in askers)
-        if asked.graph.batch % number or number > MANY * _unit(asked.cluster):
+        if asked.graph.batch % number or number > MANY * _unit(asked.cluster) or (asker := another(number)) is None:
             break
-        watch(f"capturing one of {number} micro-batches")  # smaller ones leave room for quicker programs
-        asker = _asker(asked, rule, parts, number)
-        if asker is None or len(asker.layers) != len(askers[0].layers):
-            break
-        asker.others = tuple(askers)
-        askers.append(asker)
         found = _chosen(asked, [asker], min(below, plans[0].plan.iteration_time), watch, one_stage)
         plans = sorted([*plans, *found], key=lambda m: m.plan.iteration_time)
         if plans[0].asker is not asker:
             break
-    while more and plans and _fewer_bubbles(plans[0]) and asked.graph.batch % (number := 2 * plans[0].asker.asked.repeats) == 0:
-        watch(f"the best pipeline with {number} micro-batches")
+    while more and plans and _fewer_bubbles(plans[0]):
+        number = 2 * plans[0].asker.asked.repeats
         known = any(a.asked.repeats == number for a in askers)  # then the program has looked at it
-        further = None if known else _asker(asked, rule, parts, number)
-        if further is None or len(further.layers) != len(plans[0].asker.layers):
+        if asked.graph.batch % number or known or (asker := another(number)) is None:
             break
-        made = _put_together(further, plans[0].pipeline, asked.rule, dict(plans[0].plan.statistics))
+        watch(f"the best pipeline with {number} micro-batches")
+        made = _put_together(asker, plans[0].pipeline, asked.rule, dict(plans[0].plan.statistics))
         if made is None or made.plan.iteration_time >= plans[0].plan.iteration_time:
             break
         plans.insert(0, made)
@@ -262,15 +264,18 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
     plan, key = joined(pieces, asked, statistics), asked.key
     some = ENOUGH * len(pieces)  # micro-batches that tell schedules apart: in between, a pipeline repeats itself
     first = Staged(replace(plan, schedules={key: scheduled(plan, key, "1f1b", some)}))
-    crossings = crossings_between(plan.boundaries(key), asked.graph.refs)
+
+    @cache
+    def under(style: str) -> Staged:
+        return first.under(scheduled(plan, key, style, some))
+
     # the fewer are under way the less memory it takes
-    warm = [str(s) for s in hidings(first.seconds, crossings)]
-    fits = bisect_left(range(len(warm)), True, key=lambda k: _fits(first.under(scheduled(plan, key, warm[k], some))))
+    warm = [str(s) for s in hidings(first.seconds, crossings_between(plan.boundaries(key), asked.graph.refs))]
+    fits = bisect_left(warm, True, key=lambda style: _fits(under(style)))
     styles = dict.fromkeys([*warm[fits : fits + SCHEDULES], "1f1b"])
     if asked.repeats <= some:
         styles["gpipe"] = None
-    found = sorted((first.under(scheduled(plan, key, style, some)) for style in styles), key=lambda s: s.timetable.total)
-    for staged in found:
+    for staged in sorted(map(under, styles), key=lambda s: s.timetable.total):
         if asked.repeats > some:
             staged = first.under(scheduled(plan, key, staged.plan.schedules[key].name))
         if _fits(staged):

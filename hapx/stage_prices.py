@@ -71,9 +71,9 @@ class Asker:
     others: Sequence[Asker] = ()  # for other numbers of micro-batches
     wholes: dict[tuple[Shape, int], WholeModel | None] = field(default_factory=dict)
     library: dict[Hashable, Candidate] = field(default_factory=dict)  # by group of shapes
-    kept: dict[Hashable, float] = field(default_factory=dict)  # by group of shapes
+    shares: dict[Hashable, float] = field(default_factory=dict)  # by group of shapes; see `WholeModel.really_kept`
     theories: dict[int, Theory] = field(default_factory=dict)  # by number of axes
-    pieces: dict[Hashable, Piece | None] = field(default_factory=dict)
+    pieces: dict[Hashable, tuple[Piece | None, int]] = field(default_factory=dict)  # with the micro-batches for which they have room
 
     def prices(self) -> Prices:
         return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing, together=True)
@@ -195,8 +195,7 @@ class Asker:
     def refuse(self, start: int, stop: int, shape: Shape, in_flight: int) -> None:
         """So many micro-batches do not fit after all; fewer do where a program that was planned for these layers has room for them."""
         key = self.classes[start:stop], shape
-        planned = [self.fits(p) for level in self.levels(shape) if (p := self.pieces.get((*key, level))) is not None]
-        most = min(in_flight - 1, max(planned, default=0))
+        most = min(in_flight - 1, max((self.pieces[*key, level][1] for level in self.levels(shape) if (*key, level) in self.pieces), default=0))
         for level in self.levels(shape):
             self._at_most(key, level, most)
 
@@ -217,23 +216,17 @@ class Asker:
         """A program of the whole model on a shape, made as if memory were no matter, at a level of thrift."""
         if (shape, level) not in self.wholes:
             best = self._carried(shape, level) or self._searched(shape, level)
-            self.wholes[shape, level] = WholeModel(best, self.layers, self._kept(shape, level, best)) if best is not None else None
+            self.wholes[shape, level] = self._read(best, _group(shape, level)) if best is not None else None
         return self.wholes[shape, level]
 
-    def _kept(self, shape: Shape, level: int, best: Candidate) -> float:
-        """What backward waits for, as a share of the sum over all steps (tensors that several steps keep are there once): of the first shape of a
-        group, since finding a peak takes long."""
-        key = _group(shape, level)
-        for asker in (self, *self.others):
-            if key in asker.kept:
-                return asker.kept[key]
-        exact = best.costs.changed(lengths=best.lengths, repeats=1, in_flight=1)
-        graph = best.theory.graph
-        terms = [step_cost(i, graph, exact).memory for i in best.program.instructions if i.triple.post[0].tensor not in exact.again]
-        summed = sum((t.at({}) for t in terms if t is not None), np.zeros(len(exact.kinds)))
-        kept = peak(best.program, graph, exact, best.storage_of).kept
-        self.kept[key] = min(1.0, float((kept / np.maximum(summed, 1.0)).max()))
-        return self.kept[key]
+    def _read(self, best: Candidate, group: Hashable) -> WholeModel:
+        """A program read layer by layer. What share of the sum over steps is really kept is found once for a group of shapes: that takes long."""
+        whole = WholeModel(best, self.layers)
+        known = next((asker.shares[group] for asker in (self, *self.others) if group in asker.shares), None)
+        if known is None:
+            known = self.shares[group] = whole.really_kept()
+        whole.kept *= known
+        return whole
 
     def levels(self, shape: Shape) -> tuple[int, ...]:
         """Levels of thrift that are tried on a shape: no plain one where a part of the parameters that suits its part of the devices is far too much
@@ -313,9 +306,9 @@ class Asker:
             if key not in self.pieces:
                 setting = self._setting(shape, thrift, part(self.asked.graph, *nodes))
                 best = self.roomy(setting, [view_of(setting)])
-                self.pieces[key] = piece_of(best, nodes, tuple(range(shape.num_devices))) if best is not None else None
-            found = self.pieces[key]
-            fits = self.fits(found) if found is not None else 0
+                made = piece_of(best, nodes, tuple(range(shape.num_devices))) if best is not None else None
+                self.pieces[key] = made, self.fits(made) if made is not None else 0
+            found, fits = self.pieces[key]
             self._at_most(key[:2], thrift, fits)
             if found is not None and fits >= in_flight:
                 return found
@@ -336,7 +329,7 @@ class WholeModel:
     """A program of the whole model on a shape, read layer by layer. Per layer: seconds of a micro-batch, of the synchronisation of its gradients and
     of its update, and bytes that are always there and that a micro-batch keeps, per kind of devices."""
 
-    def __init__(self, best: Candidate, layers: Sequence[tuple[int, int]], share: float = 1.0):
+    def __init__(self, best: Candidate, layers: Sequence[tuple[int, int]]):
         self.best, self.graph = best, best.theory.graph
         self.exact = best.costs.changed(lengths=best.lengths, repeats=1, in_flight=1)
         after = {-1: 0} | {i.triple.node: k + 1 for k, i in enumerate(best.program.instructions) if i.triple.node is not None}
@@ -361,13 +354,17 @@ class WholeModel:
         self.again = sum((term.at({}) for run in steps for again, term in run if again and term is not None), zero)  # by any block
         stored = [[self.exact.storage(refs[p.tensor], p.placement) for p in ps] for ps in needed]
         gradients = [[self.exact.gradient(refs[p.tensor], p.placement) for p in ps] for ps in needed]
-        each, self.static, self.gradients = (
+        self.kept, self.static, self.gradients = (
             np.cumsum([zero, *(sum((t.at({}) for t in terms if t is not None), zero) for terms in found)], axis=0)
             for found in (kept, stored, gradients)
         )
-        self.kept = share * each
         types = self.exact.cluster.device_types
         self.memory = self.exact.view.worst(lambda d: types[self.exact.cluster.devices[d].type].memory * (1.0 - RESERVE), min)
+
+    def really_kept(self) -> float:
+        """What backward waits for, as a share of the sum over all steps: tensors that several steps keep are there once."""
+        real = peak(self.best.program, self.graph, self.exact, self.best.storage_of).kept
+        return min(1.0, float((real / np.maximum(self.kept[-1], 1.0)).max()))
 
     def stores(self, start: int, stop: int) -> bool:
         """Whether there is room for parameters, what belongs to them, and a second set of gradients."""

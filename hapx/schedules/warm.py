@@ -26,19 +26,15 @@ from hapx.schedules.timetable import Seconds
 NOISE = 1e-9
 
 
-def hiding(seconds: Seconds, crossings: Iterable[Crossing]) -> Style:
-    """The style with the fewest micro-batches under way that hides all links, of a pipeline with one stage per group; 1f1b where that does."""
-    return hidings(seconds, crossings)[0]
-
-
 def hidings(seconds: Seconds, crossings: Iterable[Crossing]) -> list[Style]:
-    """Styles from the one that hides all links to 1f1b, each with fewer micro-batches under way than the one before, for a longer period."""
+    """Styles of a pipeline with one stage per group, from the one with the fewest micro-batches under way that hides all links to 1f1b, each with
+    fewer than the one before, for a longer period."""
     given = tuple(crossings)
     trips = round_trips(seconds, given)
     least = shortest_period(seconds, given)
     periods = {least} | {t / k for (i, j), t in trips.items() for k in range(j - i + 1, ceil(t / least) if least else 0) if t / k > least}
-    size = len(seconds.forward)
-    return list(dict.fromkeys(_style(_under_way(trips, size, period)) for period in sorted(periods)))
+    behind = [[(j, t) for (a, j), t in trips.items() if a == i] for i in range(len(seconds.forward))]
+    return list(dict.fromkeys(_style(_under_way(behind, period)) for period in sorted(periods)))
 
 
 def shortest_period(seconds: Seconds, crossings: Iterable[Crossing]) -> float:
@@ -70,11 +66,12 @@ def _longest(crossings: Iterable[Crossing], runs: Sequence[float], seconds: Seco
     return found
 
 
-def _under_way(trips: dict[tuple[int, int], float], size: int, period: float) -> list[int]:
-    """The least w of each stage, of which none is as small as that of the next one."""
-    w = [0] * size
-    for i in reversed(range(size - 1)):
-        own = [w[j] + ceil(t / period - NOISE) - 1 for (a, j), t in trips.items() if a == i] if period else []
+def _under_way(behind: Sequence[Sequence[tuple[int, float]]], period: float) -> list[int]:
+    """The least w of each stage, of which none is as small as that of the next one. behind: of each stage, those that its round trips turn at, with
+    what they take."""
+    w = [0] * len(behind)
+    for i in reversed(range(len(w) - 1)):
+        own = [w[j] + ceil(t / period - NOISE) - 1 for j, t in behind[i]] if period else []
         w[i] = max([w[i + 1] + 1, *own])
     return w
 
