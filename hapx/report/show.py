@@ -92,7 +92,7 @@ def _times(pricing: Pricing, steps: list[Step]) -> tuple[float, float, float]:
 def communication(plan: Plan) -> str:
     """Every communication, inside of stages and between them."""
     said = "communication; bytes: of the tensor as it is whole along the axis, per device; time: of one"
-    between = [headed("between stages, for each micro-batch", crossings_table(Staged(plan)))] if plan.schedules else []
+    between = [headed("between stages, for each micro-batch", crossings_table(Staged(plan)))] if len(plan.stages) > 1 else []
     return headed(said, "\n\n".join([*between, by_stage(plan, _communication)]))
 
 

@@ -33,9 +33,10 @@ def plan_table(plan: Plan, against: Plan | None = None) -> str:
 
 
 def stages_text(plan: Plan) -> str:
-    """A plan of several stages: who computes what, when, and what crosses between them."""
+    """A plan of stages: who computes what, when, and what crosses between them."""
     staged = Staged(plan)
-    sections = [title(plan), stages_table(staged), *idle_lines(plan), schedule_text(staged), crossings_table(staged)]
+    crossing = [crossings_table(staged)] if len(plan.stages) > 1 else []
+    sections = [title(plan), stages_table(staged), *idle_lines(plan), schedule_text(staged), *crossing]
     return "\n\n".join([*sections, f"{times_text(plan)}\n{throughput_line(staged)}"])
 
 
@@ -44,7 +45,7 @@ def title(plan: Plan) -> str:
     cluster, mesh = plan.cluster, plan.stages[0].mesh
     axes = f" as {' x '.join(f'{a.size} {a.name}' for a in mesh.axes)}" if len(mesh.axes) > 1 else ""
     if plan.schedules:
-        axes = f" in {len(plan.stages)} stages"
+        axes = f" in {len(plan.stages)} stages" if len(plan.stages) > 1 else " in one stage that accumulates"
     strategy = f"strategy {plan.restriction.name}, {plan.precision}, {plan.optimizer}"
     return f"plan for {cluster.name}: {cluster.num_devices} devices{axes}, {strategy}{_autocast(plan)}{_remat(plan)}"
 

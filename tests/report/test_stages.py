@@ -20,9 +20,9 @@ from hapx.report.split import time_split
 from hapx.report.stages import crossings_table, layers_text, schedule_text, stages_table
 from hapx.report.whatif import fewer, whatif_table
 from hapx.report.words import share_text, size_text, time_text
-from support.small_stages import deep_gpt, gpt, idle, interleaved, mlp
+from support.small_stages import accumulating, deep_gpt, gpt, idle, interleaved, mlp
 
-PLANS = [gpt, deep_gpt, mlp, idle, interleaved]
+PLANS = [gpt, deep_gpt, mlp, idle, interleaved, accumulating]
 
 
 @pytest.mark.parametrize("make", PLANS)
@@ -31,6 +31,14 @@ def test_everything_is_ascii_and_not_too_wide(make: Callable[[], Plan]) -> None:
     for text in (str(plan), overview(plan), programs(plan)[:0], *(section(plan) for section in SECTIONS.values())):
         assert text.isascii()
         assert max(map(len, text.splitlines()), default=0) <= 120
+
+
+def test_one_stage_that_accumulates() -> None:
+    plan = accumulating()
+    text = str(plan)
+    assert text.startswith("plan for slow-devices: 2 devices in one stage that accumulates, strategy auto, fp32, sgd\n")
+    assert "1f1b: 1 group, 1 stage, 4 micro-batches" in text
+    assert "crossing" not in text and "between stages" not in SECTIONS["communication"](plan)
 
 
 def test_a_plan_of_stages() -> None:

@@ -44,3 +44,9 @@ def idle() -> Plan:
 def interleaved() -> Plan:
     """Two stages on each of two devices."""
     return staged_plan(DEEP(), DEEP().example(8), TWO, ((0,), (1,), (0,), (1,)), 4, "interleaved")
+
+
+@cache
+def accumulating() -> Plan:
+    """One stage on all devices."""
+    return staged_plan(DEEP(), DEEP().example(8), TWO, ((0, 1),), 4)
