@@ -150,7 +150,7 @@ class Bench:
         batch = self.case.model.whole.batch
         more = tuple(n for n in (2 * max(self.tried, default=1),) if batch % n == 0)
         found = self.pipelines(system, rule, program=equal_layers(self.case.cluster), numbers=(*self.tried, *more))
-        plain = [one_f_one_b(plan) for plan in found.others]
+        plain = [one_f_one_b(plan) for plan in found.others if len(plan.groups) == len(plan.stages)]
         return replace(found, plan=min(plain, key=lambda p: p.iteration_time, default=None), others=())
 
     def pipelines(

@@ -27,7 +27,7 @@ from hapx.ir import Graph
 from hapx.parts import part
 from hapx.pipelines import Piece, joined, piece_of, predicted, scheduled
 from hapx.plan import Plan
-from hapx.planner import plan_spmd, views
+from hapx.planner import plan_spmd, views, without_collections
 from hapx.predict import Staged
 from hapx.progress import Teller
 from hapx.restriction import Restriction
@@ -37,6 +37,7 @@ from hapx.stage_prices import LEVELS, Asker, view_of
 from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline, eager
 from hapx.stages.dp import solve
+from hapx.stages.interleaved import INTERLEAVED, interleavings, simulated
 from hapx.stages.plain import plain_pipelines
 from hapx.stages.space import space
 from hapx.synth.astar import Statistics
@@ -75,7 +76,7 @@ def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Calla
     if free and (single is None or single.iteration_time > NEAR * at_full_speed(asked)):
         searched = Statistics(expansions=single.statistics["expansions"]) if single is not None else Statistics()
         told = Teller(asked.progress, searched, "pipelines", 1, 1, single.iteration_time if single is not None else inf)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_collections():
             warnings.simplefilter("ignore")  # what is to be said of the model was said of the plan of one stage
             found = pipelines(
                 asked, parts, numbers, told.known, lambda _: told("planning stages"), more=number is None,
@@ -172,6 +173,8 @@ def pipelines(
         if made is None or made.plan.iteration_time >= plans[0].plan.iteration_time:
             break
         plans.insert(0, made)
+    if plans and (made := _interleaved(plans, asked, watch)) is not None:
+        plans.insert(0, made)
     if plans:
         watch("planning the slowest stages of the best pipeline once more")
         polished = _polished(plans[0], asked)
@@ -218,6 +221,27 @@ def _fewer_bubbles(made: _Made) -> bool:
     return (len(made.pieces) - 1) / 2 > WORTH * made.asker.asked.repeats
 
 
+def _interleaved(plans: Sequence[_Made], asked: Setting, watch: Callable[[str], None]) -> _Made | None:
+    """The best pipelines with several stages on every submesh, under interleaved 1F1B; None unless that is faster than all of them."""
+    best = plans[0].plan.iteration_time
+    found: list[tuple[float, Pipeline, Asker]] = []
+    for made in plans[:PUT_TOGETHER]:
+        stages, asker = len(made.pieces), made.asker
+        if (stages - 1) / (asker.asked.repeats + stages - 1) < WORTH:  # bubbles, of which some would be left
+            continue
+        # what estimates leave out is taken to be the same for both
+        scale = made.plan.iteration_time / simulated(made.pipeline)
+        others = interleavings(made.pipeline, len(asker.layers), asked.cluster, asker.prices())
+        found += [(p.time * scale, p, asker) for p in others if len(p.stages) <= asked.rule.max_stages]
+    found = [f for f in found if f[0] < (1 - WORTH) * best]
+    if not found:
+        return None
+    _, pipeline, asker = min(found, key=lambda f: f[0])
+    watch("the best pipeline with several stages on every submesh")
+    again = _put_together(asker, pipeline, asked.rule, dict(plans[0].plan.statistics))
+    return again if again is not None and again.plan.iteration_time < best else None
+
+
 @dataclass(frozen=True)
 class _Made:
     """A pipeline as a plan. pieces: its stages, each on its own devices."""
@@ -241,9 +265,9 @@ def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], num
 def _put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics: dict[str, Any]) -> _Made | None:
     """The plan of a pipeline, each stage planned for itself; with fewer micro-batches in flight, where it takes more memory than its answer said, but
     as many as 1F1B needs. None where a stage does not fit so. The asker learns what fits."""
-    pieces = []
+    pieces, turns = [], pipeline.discipline is INTERLEAVED
     for i, s in enumerate(pipeline.stages):
-        least = ONE_F_ONE_B.in_flight(pipeline.micro_batches, len(pipeline.stages) - i)
+        least = s.in_flight if turns else ONE_F_ONE_B.in_flight(pipeline.micro_batches, len(pipeline.stages) - i)
         known = asker.piece(s.start, s.stop, s.shape, least, s.answer.plan)
         if known is None:
             asker.refuse(s.start, s.stop, s.shape, least)
@@ -254,7 +278,7 @@ def _put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistic
     try:
         return _Made(_scheduled(pieces, asker.asked, rule, statistics), tuple(pieces), pipeline, asker)
     except InsufficientMemoryError:
-        for s in pipeline.stages:
+        for s in () if turns else pipeline.stages:  # of several stages on a submesh each may have room
             asker.refuse(s.start, s.stop, s.shape, s.in_flight)
     return None
 
@@ -263,16 +287,18 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
     """The plan with the schedule that is fastest in simulation, of those whose micro-batches fit. Raises InsufficientMemoryError where none does."""
     plan, key = joined(pieces, asked, statistics), asked.key
     some = ENOUGH * len(pieces)  # micro-batches that tell schedules apart: in between, a pipeline repeats itself
-    first = Staged(replace(plan, schedules={key: scheduled(plan, key, "1f1b", some)}))
+    turns = len(plan.groups) < len(pieces)
+    plainest = "interleaved" if turns else "1f1b"
+    first = Staged(replace(plan, schedules={key: scheduled(plan, key, plainest, some)}))
 
     @cache
     def under(style: str) -> Staged:
         return first.under(scheduled(plan, key, style, some))
 
     # the fewer are under way the less memory it takes
-    warm = [str(s) for s in hidings(first.seconds, crossings_between(plan.boundaries(key), asked.graph.refs))]
+    warm = [] if turns else [str(s) for s in hidings(first.seconds, crossings_between(plan.boundaries(key), asked.graph.refs))]
     fits = bisect_left(warm, True, key=lambda style: _fits(under(style)))
-    styles = dict.fromkeys([*warm[fits : fits + SCHEDULES], "1f1b"])
+    styles = dict.fromkeys([*warm[fits : fits + SCHEDULES], plainest])
     if asked.repeats <= some:
         styles["gpipe"] = None
     for staged in sorted(map(under, styles), key=lambda s: s.timetable.total):

@@ -95,13 +95,13 @@ def plan_spmd(
     """Candidates for one graph on all devices, best first, on every allowed view. theories: by the name of a view, where they are known.
 
     Raises InsufficientMemoryError or PlanError where no view has a program."""
-    with _without_collections():
+    with without_collections():
         return _plan_spmd(setting, counters, meshes, theories or {})
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """Planning makes no cycles but many objects: the collector would look at all of them again and again."""
+def without_collections() -> Iterator[None]:
+    """Inside, no cycles are collected. Planning makes no cycles but many objects: the collector would look at all of them again and again."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hapx
+from hapx import inter_op
 from hapx.alternation import Setting
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture import capture
@@ -25,7 +26,7 @@ from hapx.stages.clustering import find_layers
 from hapx.stages.submeshes import shape_of
 from hapx.theory.normalise import MixedSamplesWarning
 from support.clusters import TWO, slow_devices
-from support.models import GPT
+from support.models import GPT, MLP
 from support.staged import micro_graph
 
 SLOW = slow_devices(["fast", "fast"], ["slow", "slow"], inter="2 Mbit/s", speed=1e8)
@@ -76,6 +77,20 @@ def test_one_stage_that_accumulates_is_a_candidate() -> None:
     at_once = hapx.plan(model, TWO, model.example(16), micro_batches=1)
     assert sum(plan.memory) < sum(at_once.memory)
     assert plan.iteration_time == pytest.approx(at_once.iteration_time, rel=0.1)
+
+
+def test_interleaving_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few micro-batches of a deep model, of which little crosses: several stages on every machine leave fewer bubbles."""
+    model = MLP((64,) * 17)
+    cluster = slow_devices(["fast", "fast"], ["slow", "slow"], inter="2 Mbit/s", speed=2e6)
+    plan = hapx.plan(model, cluster, model.example(4))
+    assert [s.name for s in plan.schedules.values()] == ["interleaved"]
+    assert [s.devices for s in plan.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    plan.verify()
+    monkeypatch.setattr(inter_op, "interleavings", lambda *_: ())
+    without = hapx.plan(model, cluster, model.example(4))
+    assert without.groups == plan.groups and len(without.stages) == 2
+    assert plan.iteration_time < 0.99 * without.iteration_time
 
 
 def contrastive() -> nn.Module:

@@ -81,12 +81,12 @@ SLOW_LINK = slow_devices(["fast", "fast"], ["slow", "slow"], inter="2 Mbit/s", s
 GPT_WIDE: Callable[[], Any] = partial(GPT, vocab=13, width=32, heads=4, layers=4, context=16)
 
 
-def two_losses(trained: nn.Module, module: Any) -> list[float]:
+def two_losses(trained: nn.Module, module: Any, batch: int = 16) -> list[float]:
     """Of two steps with Adam on the examples of `module`."""
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
     losses = []
     for step in range(2):
-        loss = trained(*module.example(16, step))
+        loss = trained(*module.example(batch, step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -94,20 +94,33 @@ def two_losses(trained: nn.Module, module: Any) -> list[float]:
     return losses
 
 
-def train_as_users_do() -> tuple[int, list[float], dict[str, Tensor]]:
+def deep() -> MLP:
+    return MLP((64,) * 17)
+
+
+AUTOMATIC = {  # model, batch, cluster
+    "1f1b": (GPT_WIDE, 16, SLOW_LINK),
+    "interleaved": (deep, 4, slow_devices(["fast", "fast"], ["slow", "slow"], inter="2 Mbit/s", speed=2e6)),
+}
+
+
+def train_as_users_do(case: str) -> tuple[str, list[float], dict[str, Tensor]]:
     """On this rank: nothing says that there is a pipeline."""
-    module = GPT_WIDE()
-    hap = HAP(module, SLOW_LINK, example_inputs=module.example(16, 0))
-    losses = two_losses(hap, module)
-    return len(hap.plan.stages), losses, hap.full_state_dict()
+    model, batch, cluster = AUTOMATIC[case]
+    module = model()
+    hap = HAP(module, cluster, example_inputs=module.example(batch, 0))
+    losses = two_losses(hap, module, batch)
+    return hap.plan.schedules[hap.plan.first].name, losses, hap.full_state_dict()
 
 
 @pytest.mark.gloo
-def test_auto_chooses_a_pipeline_over_a_slow_link() -> None:
-    module = GPT_WIDE()
-    expected = two_losses(module, module)
-    for stages, losses, state in pool(4).run(train_as_users_do, timeout=120):
-        assert stages > 1
+@pytest.mark.parametrize("case", AUTOMATIC)
+def test_auto_chooses_a_pipeline_over_a_slow_link(case: str) -> None:
+    model, batch, _ = AUTOMATIC[case]
+    module = model()
+    expected = two_losses(module, module, batch)
+    for style, losses, state in pool(4).run(train_as_users_do, case, timeout=120):
+        assert style.startswith(case)
         assert losses == pytest.approx(expected, rel=1e-9)
         for name, tensor in module.state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-10)
