@@ -37,8 +37,9 @@ from hapx.stage_prices import LEVELS, Asker, view_of
 from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline, eager
 from hapx.stages.dp import solve
-from hapx.stages.interleaved import INTERLEAVED, interleavings, simulated
+from hapx.stages.interleaved import INTERLEAVED, interleavings
 from hapx.stages.plain import plain_pipelines
+from hapx.stages.simulated import simulated
 from hapx.stages.space import space
 from hapx.synth.astar import Statistics
 from hapx.theory.discover import discover
@@ -54,7 +55,9 @@ SMALL = 100  # nodes of a graph for which a search under limits of memory does n
 DISCIPLINES = (ONE_F_ONE_B, eager(2))
 ENOUGH = 8  # micro-batches per stage
 SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
-PUT_TOGETHER = 3  # pipelines that are simulated
+CANDIDATES = 12  # pipelines of the program that are simulated with its answers, of which
+PUT_TOGETHER = 3  # are planned stage by stage and simulated exactly,
+CLOSE = 1.04  # those that take so many times as long as the best of them at most
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 SCHEDULES = 3  # with the most micro-batches that fit, which are simulated
 SLOW_STAGE = 0.9  # of the slowest stage's seconds: such stages are planned once more
@@ -194,14 +197,16 @@ def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callab
     for _ in range(ROUNDS):
         found = solve(
             askers[0].classes, submeshes, [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, below=below,
-            keep=2 * PUT_TOGETHER, watch=told,
+            keep=CANDIDATES, watch=told,
         )  # fmt: skip
         plain = [p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision)]
         single = [p for a in askers if one_stage and (p := a.accumulated()) is not None]
         candidates = (p for p in (*found.pipelines, *plain, *single) if len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below)
         # all schedules are tried of what is put together
         apart = {(p.micro_batches, *((s.start, s.stop, s.shape) for s in p.stages)): p for p in sorted(candidates, key=lambda p: -p.time)}
-        wanted = sorted(apart.items(), key=lambda item: item[1].time)[:PUT_TOGETHER]
+        nearer = [(key, replace(p, time=simulated(p, asked.cluster))) for key, p in apart.items()]
+        least = min((p.time for _, p in nearer), default=inf)
+        wanted = sorted((item for item in nearer if item[1].time <= CLOSE * least), key=lambda item: item[1].time)[:PUT_TOGETHER]
         best = inf
         for key, pipeline in wanted:
             if key not in plans:
@@ -230,7 +235,7 @@ def _interleaved(plans: Sequence[_Made], asked: Setting, watch: Callable[[str], 
         if (stages - 1) / (asker.asked.repeats + stages - 1) < WORTH:  # bubbles, of which some would be left
             continue
         # what estimates leave out is taken to be the same for both
-        scale = made.plan.iteration_time / simulated(made.pipeline)
+        scale = made.plan.iteration_time / simulated(made.pipeline, asked.cluster)
         others = interleavings(made.pipeline, len(asker.layers), asked.cluster, asker.prices())
         found += [(p.time * scale, p, asker) for p in others if len(p.stages) <= asked.rule.max_stages]
     found = [f for f in found if f[0] < (1 - WORTH) * best]

@@ -70,7 +70,8 @@ def iteration_time(program: Program, graph: Graph, exact: CostModel) -> float:
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """Seconds of a stage's program on its slowest device: of one micro-batch forward and backward; and what the last one of an iteration takes
-    longer: gradients that are still on their way when backward is done, and the update."""
+    longer: collectives of its backward that wait behind those of gradients, gradients that are still on their way when backward is done, and the
+    update."""
 
     forward: float
     backward: float
@@ -84,10 +85,15 @@ class StageTimes:
 def stage_times(program: Program, graph: Graph, exact: CostModel) -> StageTimes:
     """By a cost model at concrete lengths."""
     assert exact.repeats == 1, "what happens once per iteration counts whole"
-    clock = _run(program, graph, exact, events=False)
-    forward = clock.marks[0]
-    backward = clock.marks[-1]  # evaluation ends with forward
-    return StageTimes(forward, backward - forward, max(clock.now) - backward)
+    each, last = _each_and_last(program, graph, exact, events=False)
+    forward = each.marks[0]
+    backward = each.marks[-1]  # evaluation ends with forward
+    return StageTimes(forward, backward - forward, max(last.now) - backward)
+
+
+def _each_and_last(program: Program, graph: Graph, exact: CostModel, events: bool) -> tuple[_Clock, _Clock]:
+    """A micro-batch whose gradients are only added up, and the last one, which synchronises them."""
+    return _run(program, graph, exact, events, synchronise=False), _run(program, graph, exact, events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +136,16 @@ class StageEvents:
 
 
 def stage_events(program: Program, graph: Graph, exact: CostModel) -> StageEvents:
-    """The events behind `stage_times`."""
-    clock = _run(program, graph, exact, events=True)
-    forward, *rest = clock.parts()
-    backward, after = rest if len(rest) == 2 else ([], [])  # evaluation ends with forward
-    buckets = [e for e in backward if e.name.startswith("synchronise")]
+    """The events behind `stage_times`; those of backward as if no gradients were on their way."""
+    each, last = _each_and_last(program, graph, exact, events=True)
+    forward, *rest = each.parts()
+    backward = rest[0] if len(rest) == 2 else []  # evaluation ends with forward
+    during, after = last.parts()[1:] if backward else ([], [])
     return StageEvents(
         tuple(forward),
-        tuple(_later(e, -clock.marks[0]) for e in backward if not e.name.startswith("synchronise")),
-        tuple(_later(e, -clock.marks[0]) for e in buckets),
-        tuple(_later(e, -clock.marks[-1]) for e in after),
+        tuple(_later(e, -each.marks[0]) for e in backward),
+        tuple(_later(e, -each.marks[0]) for e in during if e.name.startswith("synchronise")),
+        tuple(_later(e, -each.marks[-1]) for e in after),
     )
 
 
@@ -183,7 +189,10 @@ def _seconds(term: Term) -> Seconds:
     return term.pieces[0].const if len(term.pieces) == 1 else tuple(map(max, *(piece.const for piece in term.pieces)))
 
 
-def _run(program: Program, graph: Graph, exact: CostModel, events: bool, synchronisation: Mapping[str, float] | None = None) -> _Clock:
+def _run(
+    program: Program, graph: Graph, exact: CostModel, events: bool, synchronisation: Mapping[str, float] | None = None, synchronise: bool = True
+) -> _Clock:
+    """synchronise: whether gradients are, or only added to those of other micro-batches."""
     instructions = program.instructions
     costs = [step_cost(i, graph, exact) for i in instructions]
     if synchronisation:
@@ -201,7 +210,7 @@ def _run(program: Program, graph: Graph, exact: CostModel, events: bool, synchro
             step, name = steps[k], f"{names[k]} backward" if events else ""
             clock.compute(name, step.backward)
             clock.communicate(name, step.back)
-            if step.gradient:
+            if step.gradient and synchronise:
                 clock.gradient(step.gradient, full=k in full)
         clock.mark()
         clock.wait()

@@ -15,11 +15,16 @@ import pytest
 from hapx.buckets import BUCKET_BYTES
 from hapx.cluster.spec import ClusterSpec, Link
 from hapx.cost.model import CostModel
+from hapx.graph.capture import capture
 from hapx.ir import Graph, OpCall
 from hapx.plan import VERSION, Instruction, Plan, Program, Stage
-from hapx.restriction import AUTO
-from hapx.simulate import simulate, simulate_program
+from hapx.planner import plan_graphs
+from hapx.predict import Staged
+from hapx.restriction import AUTO, Restriction
+from hapx.simulate import WAYS, iteration_time, simulate, simulate_program, stage_times, step_cost
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut
+from support.clusters import slow_devices
+from support.models import CNN
 from support.theories import cluster, converted, data_parallel, described, device_type, flat, mlp, placed, split, triple, two_level
 
 FAST, SLOW = device_type("fast", 4e12, latency=1e-6), device_type("slow", 1e12, latency=2e-6)
@@ -173,6 +178,27 @@ def test_an_inner_collective_does_not_wait_for_gradients_on_their_way():
     sent = next(s for s in timeline.spans[2] if s.name == "synchronise bucket 0" and s.stream == "communication")
     scattered = next(s for s in timeline.spans[2] if s.stream == "inside" and s.name.endswith("w1 backward"))
     assert sent.start < scattered.start < scattered.stop < sent.stop
+
+
+def test_only_the_last_micro_batch_waits_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch norm adds up over all machines, in backward too. Gradients on their way between them hold that up, but only once per iteration."""
+    monkeypatch.setattr(import_module("hapx.simulate"), "BUCKET_BYTES", 64)
+    slow = slow_devices(["fast", "fast"], ["fast", "fast"], inter="100 kbit/s", speed=1e8)
+    model = CNN()
+    whole = plan_graphs(
+        [capture(model, model.example(8))], slow, strategy=Restriction("dp", split="batch", storage="as-used", mesh="flat"), more=None
+    )
+    (candidate,) = Staged(whole).candidates
+    exact = candidate.costs.at_lengths(candidate.lengths)
+    program, g = candidate.program, candidate.theory.graph
+    each = stage_times(program, g, exact)
+    costs = [step_cost(i, g, exact) for i in program.instructions]
+    compute = sum(float(t.at({}).max()) for c in costs for t in (c.forward, c.backward) if t is not None)
+    wires = {way: sum(float(x.term.at({}).max()) for c in costs for x in c.communication if x.direction == way) for way in WAYS}
+    assert wires["backward"] > 0 and wires["synchronise"] > 3 * wires["backward"]
+    assert each.micro == pytest.approx(compute + wires["forward"] + wires["backward"], rel=1e-6)
+    assert each.micro + each.iteration == pytest.approx(iteration_time(program, g, exact))
+    assert each.iteration < wires["synchronise"] + float(_update(program, g, exact).max())  # a part is hidden
 
 
 def test_zero_lengths_do_no_work_but_join_every_collective():

@@ -13,12 +13,10 @@ from itertools import pairwise
 from math import inf
 
 from hapx.cluster.spec import ClusterSpec
-from hapx.schedules import Crossing, Seconds, hidings, make, timetable
-from hapx.stages.costs import ONE_WAY, Answer, Assigned, Discipline, Pipeline, Prices
+from hapx.stages.costs import Answer, Assigned, Discipline, Pipeline, Prices
+from hapx.stages.simulated import simulated
 
 ROUNDS = (2, 3, 4)  # stages per submesh that are looked at
-ENOUGH = 6  # micro-batches per submesh, until a pipeline repeats itself
-FORWARD = 1 / 3  # of a stage's seconds; the rest is backward
 INTERLEAVED = Discipline("interleaved")
 
 
@@ -28,31 +26,7 @@ def interleavings(pipeline: Pipeline, layers: int, cluster: ClusterSpec, prices:
         cuts = _cut(pipeline, rounds, layers, prices) if len(pipeline.stages) > 1 else None
         if cuts is not None:
             made = _assigned(pipeline, cuts, cluster, prices)
-            yield replace(made, time=simulated(made))
-
-
-def simulated(pipeline: Pipeline) -> float:
-    """Seconds of an iteration by the answers of a pipeline, under the schedule that its discipline means: interleaved, or the faster one of 1F1B and
-    the warm one that hides most. Forwards take a third of a stage, and half of what crosses goes each way."""
-    micro = [s.answer.micro for s in pipeline.stages]
-    crossings = [Crossing(i, i + 1) for i in range(len(micro) - 1)]
-    ways = {pair: pipeline.stages[i].crossing * ONE_WAY for i in range(len(micro) - 1) for pair in ((i, i + 1), (i + 1, i))}
-    updates = tuple(s.answer.iteration for s in pipeline.stages)
-    seconds = Seconds(tuple(FORWARD * t for t in micro), tuple((1 - FORWARD) * t for t in micro), updates, ways)
-    devices = [s.devices for s in pipeline.stages]
-    numbers = {own: g for g, own in enumerate(dict.fromkeys(devices))}
-    styles = ["interleaved"] if len(numbers) < len(devices) else dict.fromkeys([*map(str, hidings(seconds, crossings)[:1]), "1f1b"])
-    groups = [numbers[own] for own in devices]
-
-    def total(style: str, micro_batches: int) -> float:
-        return timetable(make(style, groups, crossings, (1,) * micro_batches), seconds).total
-
-    number, some = pipeline.micro_batches, ENOUGH * len(numbers)
-    if number <= some:
-        return min(total(style, number) for style in styles)
-    # in between, a pipeline repeats itself
-    at = {style: (total(style, some - len(numbers)), total(style, some)) for style in styles}
-    return min(late + (late - early) / len(numbers) * (number - some) for early, late in at.values())
+            yield replace(made, time=simulated(made, cluster))
 
 
 def _cut(pipeline: Pipeline, rounds: int, layers: int, prices: Prices) -> list[tuple[int, int, Answer]] | None:

@@ -9,7 +9,8 @@ from math import inf
 import pytest
 
 from hapx.stages.costs import ONE_F_ONE_B, Answer, Assigned, Pipeline, Prices, latency
-from hapx.stages.interleaved import interleavings, simulated
+from hapx.stages.interleaved import interleavings
+from hapx.stages.simulated import simulated
 from hapx.stages.submeshes import Shape, ordered, shape_of
 from support.clusters import slow_devices
 
@@ -74,12 +75,12 @@ def test_equal_stages_take_what_the_closed_form_says(micro_batches: int, rounds:
     whole = plain.stages[0].answer.micro
     found = plain if rounds == 1 else list(interleavings(plain, 12, CLUSTER, given))[rounds - 2]
     assert len(found.stages) == 2 * rounds
-    assert simulated(found) == pytest.approx((micro_batches + 1 / rounds) * whole)
-    assert rounds == 1 or found.time == simulated(found)
+    assert simulated(found, CLUSTER) == pytest.approx((micro_batches + 1 / rounds) * whole)
+    assert rounds == 1 or found.time == simulated(found, CLUSTER)
 
 
 def test_slow_links_make_it_slower() -> None:
     quick, slow = (prices([1e6] * 12, 4, crossing=x) for x in (0.0, 2.0))
     plain = [pipeline([0, 6, 12], p, ((0,), (1,))) for p in (quick, slow)]
-    assert min(p.time for p in interleavings(plain[0], 12, CLUSTER, quick)) < simulated(plain[0])
-    assert min(p.time for p in interleavings(plain[1], 12, CLUSTER, slow)) > simulated(plain[1])
+    assert min(p.time for p in interleavings(plain[0], 12, CLUSTER, quick)) < simulated(plain[0], CLUSTER)
+    assert min(p.time for p in interleavings(plain[1], 12, CLUSTER, slow)) > simulated(plain[1], CLUSTER)
