@@ -215,7 +215,7 @@ class Asker:
     def _whole(self, shape: Shape, level: int) -> WholeModel | None:
         """A program of the whole model on a shape, made as if memory were no matter, at a level of thrift."""
         if (shape, level) not in self.wholes:
-            best = self._carried(shape, level) or self._searched(shape, level)
+            best = self._carried(shape, level) or self._again(shape, level) or self._searched(shape, level)
             self.wholes[shape, level] = self._read(best, _group(shape, level)) if best is not None else None
         return self.wholes[shape, level]
 
@@ -270,6 +270,16 @@ class Asker:
                 self.library[_group(shape, level)] = found
                 return found
         return None
+
+    def _again(self, shape: Shape, level: int) -> Candidate | None:
+        """The program of the level before, with its blocks computed again: the best one for that is hardly another one."""
+        if not LEVELS[level].again or (plain := self._whole(shape, level - 1)) is None:
+            return None
+        setting, known = self._setting(shape, level), plain.best
+        theory = self._theory(setting.graph, known.theory.mesh)
+        costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
+        found = self.library[_group(shape, level)] = replace(known, theory=theory, costs=costs)
+        return found
 
     def _theory(self, graph: Graph, mesh: Mesh) -> Theory:
         """Of the graph of this asker, perhaps with blocks that are computed again: on meshes with as many axes it is the same one."""
