@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from hapx import HAP
+from hapx import plan as plan_of
 from hapx.ir import Graph
 from hapx.plan import Plan
+from hapx.restriction import Restriction
 from support.clusters import TWO, TWO_MACHINES, slow_devices
+from support.equivalence import Mode
 from support.models import CNN, GPT, MLP
 from support.pool import pool
 from support.staged import assert_staged, micro_graph, staged_plan
@@ -69,6 +73,18 @@ def test_other_models(model: Callable[[], nn.Module]) -> None:
     """A CNN mixes samples in its batch norm: with one micro-batch it equals one device all the same."""
     plan = staged_plan(model(), examples(model)(0), TWO_MACHINES, HALVES, 1 if model is CNN else 4)
     assert_staged(model, examples(model), plan)
+
+
+@pytest.mark.parametrize("mode", ["threads", pytest.param("gloo", marks=pytest.mark.gloo)])
+def test_devices_in_another_order_than_the_clusters(mode: Mode) -> None:
+    """Like submeshes are planned once, so devices of a stage are in the order of their types; here machines list them in different orders."""
+    cluster = slow_devices(["slow", "fast"], ["fast", "slow"], inter="1 Mbit/s", speed=1e7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = plan_of(GPT_4(), cluster, examples(GPT_4)(0), micro_batches=4, strategy=Restriction("two stages", max_stages=2))
+    assert len(plan.stages) == 2 and any(list(s.devices) != sorted(s.devices) for s in plan.stages)
+    plan.verify()
+    assert_staged(GPT_4, examples(GPT_4), plan, steps=2, mode=mode)
 
 
 @pytest.mark.gloo
