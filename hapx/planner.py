@@ -119,13 +119,16 @@ def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | No
     old: list[Candidate] = []
     failures: list[HapError] = []
     alternations: dict[str, Alternation] = {}
+    derived: dict[tuple[int, int | None], Theory] = {}
     allowed = views(setting.cluster, setting.rule) if meshes is None else meshes
     for number, mesh in enumerate(allowed, 1):
         began = time.perf_counter()
         known = min((c.cost for c in found), default=float("inf"))
         told = Teller(setting.progress, counters.search, mesh.name, number, len(allowed), known)
         told("deriving rules")
-        theory = theories.get(mesh.name) or derive(setting.graph, mesh)
+        kind = len(mesh.axes), mesh.uneven
+        theory = theories.get(mesh.name) or derive(setting.graph, mesh, like=derived.get(kind))
+        derived[kind] = theory
         counters.theory_time += time.perf_counter() - began
         began = time.perf_counter()
         outcome: dict[str, Any] = {"view": mesh.name}

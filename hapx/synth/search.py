@@ -153,7 +153,7 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     if best is None:
         if problem.seeds is None:
             problem.seeds = seeds(problem)
-        for seed in [None, *problem.seeds]:
+        for seed in [*problem.seeds, None]:
             domain.only = seed
             best = beam(domain, 1, statistics, best)
         domain.only = None

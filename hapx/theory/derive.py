@@ -41,18 +41,23 @@ class AxisRule:
     work: Cut | None
 
 
-def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None) -> Theory:
-    """The theory of `graph` on `mesh`.
+def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None, like: Theory | None = None) -> Theory:
+    """The theory of `graph` on `mesh`. like: one of the same graph on a mesh with as many axes: triples do not depend on how long axes
+    are, only where parameters may be kept does.
 
     Raises UnsupportedOperatorError for an operator without an entry that is random, in place or data-dependent; warns
     (ReplicatedOperatorWarning) for any other operator without an entry.
     """
     grains = grains or find_grains(graph)
-    check_operators(graph)
-    derivation = _Derivation(graph, mesh, grains)
-    triples, alike = zip(*(derivation.triples(i) for i in range(len(graph.nodes))), strict=True) if graph.nodes else ((), ())
+    if like is None:
+        check_operators(graph)
+        derivation = _Derivation(graph, mesh, grains)
+        triples, alike = zip(*(derivation.triples(i) for i in range(len(graph.nodes))), strict=True) if graph.nodes else ((), ())
+        batch = batch_cuts(graph, mesh, grains)
+    else:
+        assert like.graph is graph and (len(like.mesh.axes), like.mesh.uneven) == (len(mesh.axes), mesh.uneven), "a theory of another kind of mesh"
+        triples, alike, batch = like.triples, like.alike, like.batch
     stored = _all_stored(graph, mesh, grains)
-    batch = batch_cuts(graph, mesh, grains)
     outputs = {
         o.tensor: _stored(graph.refs[o.tensor], mesh, grains, graph.segments_of[o.tensor])
         if o.role == "boundary"

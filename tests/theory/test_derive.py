@@ -8,6 +8,7 @@ from hapx.errors import UnsupportedOperatorError
 from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Sharded
 from hapx.theory.derive import ReplicatedOperatorWarning, derive
+from support.cases import CASES
 from support.claims import text
 from support.theories import GraphBuilder, flat, mlp, two_level
 
@@ -156,3 +157,14 @@ def test_an_operator_with_a_rule_may_have_tags() -> None:
     b.call("loss", "aten.sum.default", (), self="y", dtype=None)
     assert {p.placement.states[0] for t in derive(b.graph_without_inputs("loss"), flat(2)).triples[0] for p in t.pre}.isdisjoint({PARTIAL})
     assert REPLICATED in {p.placement.states[0] for t in derive(b.graph_without_inputs("loss"), flat(2)).triples[0] for p in t.pre}
+
+
+@pytest.mark.parametrize("name", ["gpt", "cnn", "mlp"])
+def test_a_theory_of_longer_axes_is_made_from_one_of_shorter_ones(name: str) -> None:
+    graph = CASES[name].graph
+    for short, long in ((flat(2), flat(7)), (two_level(2, 2), two_level(5, 4))):
+        made, expected = derive(graph, long, like=derive(graph, short)), derive(graph, long)
+        assert made == expected
+        assert derive(graph, short).stored != expected.stored  # small parameters are not kept in so many shards
+    with pytest.raises(AssertionError, match="another kind of mesh"):
+        derive(graph, flat(2), like=derive(graph, two_level(2, 2)))
