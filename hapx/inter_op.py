@@ -27,7 +27,7 @@ from hapx.ir import Graph
 from hapx.parts import part
 from hapx.pipelines import Piece, joined, piece_of, predicted, scheduled
 from hapx.plan import Plan
-from hapx.planner import plan_spmd, views, without_collections
+from hapx.planner import plan_spmd, views
 from hapx.predict import Staged
 from hapx.progress import Teller
 from hapx.restriction import Restriction
@@ -79,7 +79,7 @@ def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Calla
     if free and (single is None or single.iteration_time > NEAR * at_full_speed(asked)):
         searched = Statistics(expansions=single.statistics["expansions"]) if single is not None else Statistics()
         told = Teller(asked.progress, searched, "pipelines", 1, 1, single.iteration_time if single is not None else inf)
-        with warnings.catch_warnings(), without_collections():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is to be said of the model was said of the plan of one stage
             found = pipelines(
                 asked, parts, numbers, told.known, lambda _: told("planning stages"), more=number is None,

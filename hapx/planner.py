@@ -89,19 +89,9 @@ def _groups_are_equal(cluster: ClusterSpec, inner: int) -> bool:
 # -- one program ------------------------------------------------------------------------------------------------------------------------------------
 
 
-def plan_spmd(
-    setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, theories: Mapping[str, Theory] | None = None
-) -> list[Candidate]:
-    """Candidates for one graph on all devices, best first, on every allowed view. theories: by the name of a view, where they are known.
-
-    Raises InsufficientMemoryError or PlanError where no view has a program."""
-    with without_collections():
-        return _plan_spmd(setting, counters, meshes, theories or {})
-
-
 @contextmanager
-def without_collections() -> Iterator[None]:
-    """Inside, no cycles are collected. Planning makes no cycles but many objects: the collector would look at all of them again and again."""
+def _without_collections() -> Iterator[None]:
+    """Inside, no cycles are collected. Planning makes none, but many objects: the collector would look at all of them again and again."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -114,7 +104,14 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _plan_spmd(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, theories: Mapping[str, Theory]) -> list[Candidate]:
+@_without_collections()
+def plan_spmd(
+    setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, theories: Mapping[str, Theory] | None = None
+) -> list[Candidate]:
+    """Candidates for one graph on all devices, best first, on every allowed view. theories: by the name of a view, where they are known.
+
+    Raises InsufficientMemoryError or PlanError where no view has a program."""
+    theories = theories or {}
     found: list[Candidate] = []
     old: list[Candidate] = []
     failures: list[HapError] = []
@@ -328,6 +325,7 @@ def fits_somehow(setting: Setting) -> InsufficientMemoryError | None:
     return None
 
 
+@_without_collections()
 def plan_module(
     module: nn.Module, cluster: ClusterSpec, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None, strategy: str | Restriction = "auto",
     optimizer: str = "adamw", precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto", autocast: str | None = None,
