@@ -34,6 +34,7 @@ from hapx.pipelines import assemble, plan_piece, scheduled
 from hapx.plan import Plan
 from hapx.planner import plan_graphs
 from hapx.predict import predictions
+from hapx.put_together import SMALL
 from hapx.restriction import AUTO, Restriction
 from hapx.scarcity import lacks_memory
 from hapx.stage_prices import Asker
@@ -124,7 +125,7 @@ class Bench:
         """One program on all devices, the whole batch at once."""
         whole, began = self.case.model.whole, time.process_time()
         plan = None
-        if not self.scarce or len(whole.nodes) <= inter_op.SMALL:
+        if not self.scarce or len(whole.nodes) <= SMALL:
             with suppress(InsufficientMemoryError):
                 plan = plan_graphs([whole], self.case.cluster, precision=PRECISION, optimizer=OPTIMIZER, more=None)
         return Found(SPMD, plan, Costs(rest=time.process_time() - began))

@@ -2,42 +2,33 @@
 
 In: a setting of the whole model, and what gives the graph of one of so many micro-batches. Out: plans of several stages, best first, by their
 simulated time. For a few numbers of micro-batches the model is captured and clustered into layers; the inter-operator program chooses stages, places
-and schedule by the additive cost; its best pipelines are put together, simulated with every schedule that suits them, and the stages of the best one
-are planned once more, each with the micro-batches in flight that its place asks for, on all mesh views.
+and schedule by the additive cost; its best pipelines, as a simulation of their answers ranks them, are put together (`hapx.put_together`), also with
+other numbers of micro-batches and with several stages on every submesh.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from math import inf
-from typing import Any
 
-from hapx.alternation import Counters, Setting
-from hapx.carried import renamed
+from hapx.alternation import Setting
 from hapx.cluster.spec import ClusterSpec
-from hapx.cost.remat import chosen_blocks, with_blocks
-from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.errors import InsufficientMemoryError, PlanError
 from hapx.ir import Graph
-from hapx.parts import part
-from hapx.pipelines import Piece, joined, piece_of, predicted, scheduled
 from hapx.plan import Plan
-from hapx.planner import plan_spmd, views
-from hapx.predict import Staged
 from hapx.progress import Teller
+from hapx.put_together import SMALL, Made, polished, put_together
 from hapx.restriction import Restriction
 from hapx.scarcity import lacks_memory
-from hapx.schedules import crossings_between, hidings, in_flight
-from hapx.stage_prices import LEVELS, Asker, view_of
+from hapx.stage_prices import Asker
 from hapx.stages.clustering import find_layers, node_flops
-from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline, eager
+from hapx.stages.costs import ONE_F_ONE_B, Pipeline, eager
 from hapx.stages.dp import solve
-from hapx.stages.interleaved import INTERLEAVED, interleavings
+from hapx.stages.interleaved import interleavings
 from hapx.stages.plain import plain_pipelines
 from hapx.stages.simulated import simulated
 from hapx.stages.space import space
@@ -49,18 +40,13 @@ MANY = 16  # micro-batches per stage: more leave little work for each
 TIGHT = 0.6  # of a device's memory: then one stage that accumulates may be faster
 NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
 MOST_ASKS = 60  # shapes (at one number of micro-batches), unless nothing was found yet
-POLISH = 0.01  # how far from the optimum stages may be that are planned once more
 WORTH = 0.01  # of the time, for which another number of micro-batches is looked at
-SMALL = 100  # nodes of a graph for which a search under limits of memory does not take long
 DISCIPLINES = (ONE_F_ONE_B, eager(2))
-ENOUGH = 8  # micro-batches per stage
 SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
 CANDIDATES = 12  # pipelines of the program that are simulated with its answers, of which
 PUT_TOGETHER = 3  # are planned stage by stage and simulated exactly,
 CLOSE = 1.04  # those that take so many times as long as the best of them at most
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
-SCHEDULES = 3  # with the most micro-batches that fit, which are simulated
-SLOW_STAGE = 0.9  # of the slowest stage's seconds: such stages are planned once more
 
 
 def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Callable[[int], Graph], number: int | None) -> Plan:
@@ -147,7 +133,7 @@ def pipelines(
         askers.append(asker)
         return asker
 
-    plans: list[_Made] = []
+    plans: list[Made] = []
     todo = list(numbers)
     while todo and not plans:
         for number in todo:
@@ -172,7 +158,7 @@ def pipelines(
         if asked.graph.batch % number or known or (asker := another(number)) is None:
             break
         watch(f"the best pipeline with {number} micro-batches")
-        made = _put_together(asker, plans[0].pipeline, asked.rule, dict(plans[0].plan.statistics))
+        made = put_together(asker, plans[0].pipeline, asked.rule, dict(plans[0].plan.statistics))
         if made is None or made.plan.iteration_time >= plans[0].plan.iteration_time:
             break
         plans.insert(0, made)
@@ -180,21 +166,21 @@ def pipelines(
         plans.insert(0, made)
     if plans:
         watch("planning the slowest stages of the best pipeline once more")
-        polished = _polished(plans[0], asked)
-        if polished is not None and polished.iteration_time < plans[0].plan.iteration_time:
-            return [polished, *(m.plan for m in plans)]
+        best = polished(plans[0], asked.rule)
+        if best is not None and best.iteration_time < plans[0].plan.iteration_time:
+            return [best, *(m.plan for m in plans)]
     return [m.plan for m in plans]
 
 
-def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callable[[str], None], one_stage: bool) -> list[_Made]:
+def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callable[[str], None], one_stage: bool) -> list[Made]:
     """The best pipelines of the inter-operator program as plans; where what it chose does not fit after all, it is asked again."""
 
     def told(asks: int, best: float, _: float) -> None:
         watch(f"{asks} submeshes asked, best pipeline {best * 1e3:.3g} ms")
 
-    plans: dict[Hashable, _Made | None] = {}
+    plans: dict[Hashable, Made | None] = {}
     submeshes = space(asked.cluster)
-    for _ in range(ROUNDS):
+    for last in (*(ROUNDS - 1) * [False], True):
         found = solve(
             askers[0].classes, submeshes, [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, below=below,
             keep=CANDIDATES, watch=told,
@@ -206,27 +192,30 @@ def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callab
         apart = {(p.micro_batches, *((s.start, s.stop, s.shape) for s in p.stages)): p for p in sorted(candidates, key=lambda p: -p.time)}
         nearer = [(key, replace(p, time=simulated(p, asked.cluster))) for key, p in apart.items()]
         least = min((p.time for _, p in nearer), default=inf)
-        wanted = sorted((item for item in nearer if item[1].time <= CLOSE * least), key=lambda item: item[1].time)[:PUT_TOGETHER]
-        best = inf
-        for key, pipeline in wanted:
+        best, tried = inf, list[Pipeline]()
+        for key, pipeline in sorted(nearer, key=lambda item: item[1].time):
+            # in the end whatever fits
+            if (len(tried) >= PUT_TOGETHER or pipeline.time > CLOSE * least) and (best < inf or not last):
+                break
+            tried.append(pipeline)
             if key not in plans:
                 asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
                 statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}
-                plans[key] = _put_together(asker, pipeline, asked.rule, statistics)
+                plans[key] = put_together(asker, pipeline, asked.rule, statistics)
             made = plans[key]
             best = min(best, made.plan.iteration_time) if made is not None else best
-        refused = min((p.time for a in askers for _, p in wanted if a.refused(p)), default=inf)
-        if refused >= best:
+        refused = min((p.time for a in askers for p in tried if a.refused(p)), default=inf)
+        if not nearer or (best < inf and refused >= best):
             break
     return [made for made in plans.values() if made is not None]
 
 
-def _fewer_bubbles(made: _Made) -> bool:
+def _fewer_bubbles(made: Made) -> bool:
     """Whether twice as many micro-batches may be worth a look: bubbles take stages - 1 of micro-batches + stages - 1 parts."""
     return (len(made.pieces) - 1) / 2 > WORTH * made.asker.asked.repeats
 
 
-def _interleaved(plans: Sequence[_Made], asked: Setting, watch: Callable[[str], None]) -> _Made | None:
+def _interleaved(plans: Sequence[Made], asked: Setting, watch: Callable[[str], None]) -> Made | None:
     """The best pipelines with several stages on every submesh, under interleaved 1F1B; None unless that is faster than all of them."""
     best = plans[0].plan.iteration_time
     found: list[tuple[float, Pipeline, Asker]] = []
@@ -243,18 +232,8 @@ def _interleaved(plans: Sequence[_Made], asked: Setting, watch: Callable[[str], 
         return None
     _, pipeline, asker = min(found, key=lambda f: f[0])
     watch("the best pipeline with several stages on every submesh")
-    again = _put_together(asker, pipeline, asked.rule, dict(plans[0].plan.statistics))
+    again = put_together(asker, pipeline, asked.rule, dict(plans[0].plan.statistics))
     return again if again is not None and again.plan.iteration_time < best else None
-
-
-@dataclass(frozen=True)
-class _Made:
-    """A pipeline as a plan. pieces: its stages, each on its own devices."""
-
-    plan: Plan
-    pieces: tuple[Piece, ...]
-    pipeline: Pipeline
-    asker: Asker
 
 
 def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], number: int) -> Asker | None:
@@ -265,107 +244,3 @@ def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], num
         if len(layers) > 1:
             return Asker(replace(asked, graph=graph, rule=rule, repeats=number, progress=None, old=None), layers)
     return None
-
-
-def _put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics: dict[str, Any]) -> _Made | None:
-    """The plan of a pipeline, each stage planned for itself; with fewer micro-batches in flight, where it takes more memory than its answer said, but
-    as many as 1F1B needs. None where a stage does not fit so. The asker learns what fits."""
-    pieces, turns = [], pipeline.discipline is INTERLEAVED
-    for i, s in enumerate(pipeline.stages):
-        least = s.in_flight if turns else ONE_F_ONE_B.in_flight(pipeline.micro_batches, len(pipeline.stages) - i)
-        known = asker.piece(s.start, s.stop, s.shape, least, s.answer.plan)
-        if known is None:
-            asker.refuse(s.start, s.stop, s.shape, least)
-        else:
-            pieces.append(_placed(asker, s.start, s.stop, known, s.devices))
-    if len(pieces) < len(pipeline.stages):
-        return None
-    try:
-        return _Made(_scheduled(pieces, asker.asked, rule, statistics), tuple(pieces), pipeline, asker)
-    except InsufficientMemoryError:
-        for s in () if turns else pipeline.stages:  # of several stages on a submesh each may have room
-            asker.refuse(s.start, s.stop, s.shape, s.in_flight)
-    return None
-
-
-def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, statistics: dict[str, Any]) -> Plan:
-    """The plan with the schedule that is fastest in simulation, of those whose micro-batches fit. Raises InsufficientMemoryError where none does."""
-    plan, key = joined(pieces, asked, statistics), asked.key
-    some = ENOUGH * len(pieces)  # micro-batches that tell schedules apart: in between, a pipeline repeats itself
-    turns = len(plan.groups) < len(pieces)
-    plainest = "interleaved" if turns else "1f1b"
-    first = Staged(replace(plan, schedules={key: scheduled(plan, key, plainest, some)}))
-
-    @cache
-    def under(style: str) -> Staged:
-        return first.under(scheduled(plan, key, style, some))
-
-    # the fewer are under way the less memory it takes
-    warm = [] if turns else [str(s) for s in hidings(first.seconds, crossings_between(plan.boundaries(key), asked.graph.refs))]
-    fits = bisect_left(warm, True, key=lambda style: _fits(under(style)))
-    styles = dict.fromkeys([*warm[fits : fits + SCHEDULES], plainest])
-    if asked.repeats <= some:
-        styles["gpipe"] = None
-    for staged in sorted(map(under, styles), key=lambda s: s.timetable.total):
-        if asked.repeats > some:
-            staged = first.under(scheduled(plan, key, staged.plan.schedules[key].name))
-        if _fits(staged):
-            return replace(predicted(staged), restriction=rule)
-    raise InsufficientMemoryError("no schedule of the pipeline fits into memory")
-
-
-def _fits(staged: Staged) -> bool:
-    """Whether every device has room for its stages."""
-    cluster = staged.plan.cluster
-    return all(held <= cluster.type_of(d).memory for d, held in enumerate(staged.memory))
-
-
-def _polished(made: _Made, asked: Setting) -> Plan | None:
-    """The stages that take longest planned once more, with all forms, also on the flat view; None where the slowest one does not get faster."""
-    plan, asker = made.plan, made.asker
-    kept, number = in_flight(plan.schedules[plan.first]), asker.asked.repeats
-    seconds = [p.times.micro * number + p.times.iteration for p in made.pieces]
-    known: dict[Any, Piece | None] = {}
-    pieces = list(made.pieces)
-    for i in sorted((i for i, s in enumerate(seconds) if s > SLOW_STAGE * max(seconds)), key=lambda i: -seconds[i]):
-        stage, piece = made.pipeline.stages[i], made.pieces[i]
-        key = asker.classes[stage.start : stage.stop], stage.shape
-        if key not in known:
-            known[key] = _planned_again(asker, stage, piece, asked.rule, kept[i])
-        better = known[key]
-        faster = better is not None and better.times.micro * number + better.times.iteration < seconds[i]
-        if better is None or not faster or asker.fits(better) < kept[i]:
-            break  # faster other stages are of no use
-        pieces[i] = _placed(asker, stage.start, stage.stop, better, stage.devices)
-    if all(a is b for a, b in zip(pieces, made.pieces, strict=True)):
-        return None
-    with suppress(HapError):
-        return _scheduled(pieces, asker.asked, asked.rule, dict(plan.statistics))
-    return None
-
-
-def _planned_again(asker: Asker, stage: Assigned, piece: Piece, rule: Restriction, kept: int) -> Piece | None:
-    """A stage planned for so many micro-batches in flight; a large one as if memory were no matter."""
-    large = len(piece.graph.nodes) > SMALL
-    rule = replace(rule, segments="none", max_stages=1, remat="none")
-    storage = LEVELS[stage.answer.plan].storage
-    if large and storage != "auto" and len(stage.devices) > 1:
-        rule = replace(rule, storage=storage)
-    cluster = stage.shape.spec(asker.asked.cluster)
-    own = replace(asker.asked, graph=piece.graph, cluster=cluster, rule=rule, in_flight=kept, within=POLISH)
-    meshes = list(dict.fromkeys([view_of(own), views(cluster, rule)[0]]))
-    with suppress(InsufficientMemoryError, PlanError):
-        best = asker.roomy(own, meshes) if large else plan_spmd(own, Counters(), meshes)[0]
-        return piece_of(best, piece.nodes, tuple(range(cluster.num_devices))) if best is not None else None
-    return None
-
-
-def _placed(asker: Asker, start: int, stop: int, known: Piece, devices: Sequence[int]) -> Piece:
-    """An answer for layers like these, for these."""
-    nodes = (asker.layers[start][0], asker.layers[stop - 1][1])
-    graph = part(asker.asked.graph, *nodes)
-    if chosen_blocks(known.graph):
-        graph = with_blocks(graph)
-    if graph.hash == known.graph.hash:
-        return replace(known, devices=tuple(devices))
-    return piece_of(renamed(known.candidate, graph), nodes, tuple(devices))

@@ -1,0 +1,150 @@
+"""Pipelines of the inter-operator program as plans: every stage planned for itself, with the schedule that is fastest in simulation.
+
+In: a pipeline, what was asked of the planner (`hapx.stage_prices`). Out: a plan, or nothing where a stage does not fit as its answer said; then the
+asker knows better. Stages of equal layers on like submeshes are planned once. Of the best pipeline the slowest stages are planned once more, each
+with the micro-batches in flight that its place asks for, with all forms and also on the flat view.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from hapx.alternation import Counters, Setting
+from hapx.carried import renamed
+from hapx.cost.remat import chosen_blocks, with_blocks
+from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.parts import part
+from hapx.pipelines import Piece, joined, piece_of, predicted, scheduled
+from hapx.plan import Plan
+from hapx.planner import plan_spmd, views
+from hapx.predict import Staged
+from hapx.restriction import Restriction
+from hapx.schedules import crossings_between, hidings, in_flight
+from hapx.stage_prices import LEVELS, Asker, view_of
+from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline
+from hapx.stages.interleaved import INTERLEAVED
+
+SMALL = 100  # nodes of a graph for which a search under limits of memory does not take long
+ENOUGH = 8  # micro-batches per stage, until a pipeline repeats itself
+SCHEDULES = 3  # with the most micro-batches that fit, which are simulated
+POLISH = 0.01  # how far from the optimum stages may be that are planned once more
+SLOW_STAGE = 0.9  # of the slowest stage's seconds: such stages are planned once more
+
+
+@dataclass(frozen=True)
+class Made:
+    """A pipeline as a plan. pieces: its stages, each on its own devices."""
+
+    plan: Plan
+    pieces: tuple[Piece, ...]
+    pipeline: Pipeline
+    asker: Asker
+
+
+def put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics: dict[str, Any]) -> Made | None:
+    """The plan of a pipeline, each stage planned for itself; with fewer micro-batches in flight, where it takes more memory than its answer said, but
+    as many as 1F1B needs. None where a stage does not fit so. The asker learns what fits."""
+    pieces, turns = [], pipeline.discipline is INTERLEAVED
+    for i, s in enumerate(pipeline.stages):
+        least = s.in_flight if turns else ONE_F_ONE_B.in_flight(pipeline.micro_batches, len(pipeline.stages) - i)
+        known = asker.piece(s.start, s.stop, s.shape, least, s.answer.plan)
+        if known is None:
+            asker.refuse(s.start, s.stop, s.shape, least)
+        else:
+            pieces.append(_placed(asker, s.start, s.stop, known, s.devices))
+    if len(pieces) < len(pipeline.stages):
+        return None
+    try:
+        return Made(_scheduled(pieces, asker.asked, rule, statistics), tuple(pieces), pipeline, asker)
+    except InsufficientMemoryError:
+        for s in () if turns else pipeline.stages:  # of several stages on a submesh each may have room
+            asker.refuse(s.start, s.stop, s.shape, s.in_flight)
+    return None
+
+
+def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, statistics: dict[str, Any]) -> Plan:
+    """The plan with the schedule that is fastest in simulation, of those whose micro-batches fit. Raises InsufficientMemoryError where none does."""
+    plan, key = joined(pieces, asked, statistics), asked.key
+    some = ENOUGH * len(pieces)  # micro-batches that tell schedules apart: in between, a pipeline repeats itself
+    turns = len(plan.groups) < len(pieces)
+    plainest = "interleaved" if turns else "1f1b"
+    first = Staged(replace(plan, schedules={key: scheduled(plan, key, plainest, some)}))
+
+    @cache
+    def under(style: str) -> Staged:
+        return first.under(scheduled(plan, key, style, some))
+
+    # the fewer are under way the less memory it takes
+    warm = [] if turns else [str(s) for s in hidings(first.seconds, crossings_between(plan.boundaries(key), asked.graph.refs))]
+    fits = bisect_left(warm, True, key=lambda style: _fits(under(style)))
+    styles = dict.fromkeys([*warm[fits : fits + SCHEDULES], plainest])
+    if asked.repeats <= some:
+        styles["gpipe"] = None
+    for staged in sorted(map(under, styles), key=lambda s: s.timetable.total):
+        if asked.repeats > some:
+            staged = first.under(scheduled(plan, key, staged.plan.schedules[key].name))
+        if _fits(staged):
+            return replace(predicted(staged), restriction=rule)
+    raise InsufficientMemoryError("no schedule of the pipeline fits into memory")
+
+
+def _fits(staged: Staged) -> bool:
+    """Whether every device has room for its stages."""
+    cluster = staged.plan.cluster
+    return all(held <= cluster.type_of(d).memory for d, held in enumerate(staged.memory))
+
+
+def polished(made: Made, rule: Restriction) -> Plan | None:
+    """The stages that take longest planned once more, with all forms, also on the flat view; None where the slowest one does not get faster."""
+    plan, asker = made.plan, made.asker
+    kept, number = in_flight(plan.schedules[plan.first]), asker.asked.repeats
+    seconds = [p.times.micro * number + p.times.iteration for p in made.pieces]
+    known: dict[Any, Piece | None] = {}
+    pieces = list(made.pieces)
+    for i in sorted((i for i, s in enumerate(seconds) if s > SLOW_STAGE * max(seconds)), key=lambda i: -seconds[i]):
+        stage, piece = made.pipeline.stages[i], made.pieces[i]
+        key = asker.classes[stage.start : stage.stop], stage.shape
+        if key not in known:
+            known[key] = _planned_again(asker, stage, piece, rule, kept[i])
+        better = known[key]
+        faster = better is not None and better.times.micro * number + better.times.iteration < seconds[i]
+        if better is None or not faster or asker.fits(better) < kept[i]:
+            break  # faster other stages are of no use
+        pieces[i] = _placed(asker, stage.start, stage.stop, better, stage.devices)
+    if all(a is b for a, b in zip(pieces, made.pieces, strict=True)):
+        return None
+    with suppress(HapError):
+        return _scheduled(pieces, asker.asked, rule, dict(plan.statistics))
+    return None
+
+
+def _planned_again(asker: Asker, stage: Assigned, piece: Piece, rule: Restriction, kept: int) -> Piece | None:
+    """A stage planned for so many micro-batches in flight; a large one as if memory were no matter."""
+    large = len(piece.graph.nodes) > SMALL
+    rule = replace(rule, segments="none", max_stages=1, remat="none")
+    storage = LEVELS[stage.answer.plan].storage
+    if large and storage != "auto" and len(stage.devices) > 1:
+        rule = replace(rule, storage=storage)
+    cluster = stage.shape.spec(asker.asked.cluster)
+    own = replace(asker.asked, graph=piece.graph, cluster=cluster, rule=rule, in_flight=kept, within=POLISH)
+    meshes = list(dict.fromkeys([view_of(own), views(cluster, rule)[0]]))
+    with suppress(InsufficientMemoryError, PlanError):
+        best = asker.roomy(own, meshes) if large else plan_spmd(own, Counters(), meshes)[0]
+        return piece_of(best, piece.nodes, tuple(range(cluster.num_devices))) if best is not None else None
+    return None
+
+
+def _placed(asker: Asker, start: int, stop: int, known: Piece, devices: Sequence[int]) -> Piece:
+    """An answer for layers like these, for these."""
+    nodes = (asker.layers[start][0], asker.layers[stop - 1][1])
+    graph = part(asker.asked.graph, *nodes)
+    if chosen_blocks(known.graph):
+        graph = with_blocks(graph)
+    if graph.hash == known.graph.hash:
+        return replace(known, devices=tuple(devices))
+    return piece_of(renamed(known.candidate, graph), nodes, tuple(devices))
