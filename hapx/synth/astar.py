@@ -123,8 +123,8 @@ def beam(domain: Domain[N], width: int, statistics: Statistics, incumbent: N | N
     """A good solution: level by level, the `width` nodes of least estimate below the incumbent's; where decisions repeat themselves, the same
     ones again. The incumbent where nothing is better."""
     limit = incumbent.estimate * (1 - TOLERANCE) if incumbent is not None else float("inf")
-    fronts: list[Front[N] | None] = [None] * (domain.depth + 1)
     start = domain.start()
+    reached: list[list[N]] = [[] for _ in range(domain.depth + 1)]
     nodes = [start] if start is not None else []
     for level in range(domain.depth):
         for node in nodes:
@@ -132,13 +132,25 @@ def beam(domain: Domain[N], width: int, statistics: Statistics, incumbent: N | N
             repeated = domain.again(node, limit)
             for successor in domain.successors(node, limit, width + 2) if repeated is None else repeated:
                 statistics.generated += 1
-                front = fronts[successor.level] = fronts[successor.level] or Front(domain)
-                statistics.dominated += not front.admit(successor)
-        following = fronts[level + 1]
-        left = following.nodes() if following is not None else []
-        statistics.cut += max(len(left) - width, 0)
-        nodes = heapq.nsmallest(width, left, key=lambda n: n.estimate)
+                reached[successor.level].append(successor)
+        nodes = _best(domain, reached[level + 1], width, statistics)
+        reached[level + 1] = []
     return min(nodes, key=lambda n: n.estimate, default=incumbent)
+
+
+def _best(domain: Domain[N], nodes: list[N], width: int, statistics: Statistics) -> list[N]:
+    """The `width` nodes of one level of least estimate that none of them dominates. What dominates a node has no larger estimate, so those above the
+    last one kept need not be compared."""
+    front = Front(domain)
+    kept = 0
+    for place, node in enumerate(sorted(nodes, key=lambda n: n.estimate)):
+        if kept == width:
+            statistics.cut += len(nodes) - place
+            break
+        admitted = front.admit(node)
+        kept += admitted
+        statistics.dominated += not admitted
+    return front.nodes()
 
 
 def search(

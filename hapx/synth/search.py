@@ -46,7 +46,7 @@ EXACT = 100  # steps up to which a problem is solved to the end
 NEARLY = 400  # and up to which one on a single axis is solved to a
 ALMOST = 1e-6  # relative distance from the optimum
 WIDE = (16, 4)  # width of the beam that follows where a search ends with its budget, on meshes of one axis and of several, and
-WIDEST = 256  # the same where memory binds in a problem of up to EXACT steps
+WIDEST = (256, 64)  # the same where memory binds in a problem of up to EXACT steps
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
 
@@ -80,13 +80,13 @@ def attempt(
     cheapest = solution(problem, best, best.estimate, key, statistics)
     if limits is None or all(map(le, best.memory, limits)):
         return cheapest, ()
-    found = _limited(problem, shares, limits, key, best, prices, statistics, exact)
+    found, least = _limited(problem, shares, limits, key, best, prices, statistics, exact)
     if found is not None:
         return found, (cheapest,)
-    # whatever fits is slow, if anything does
-    least = least_memory(problem, shares, limits, key)
+    assert least is not None, "found by prices of memory"
     if least.cost > 1:
         return None, (cheapest, least)
+    # whatever fits is slow
     statistics.add(least.statistics)
     fits = _timed(problem, shares, least, statistics)
     statistics.gap = max(0.0, 1 - bound / fits.cost)  # of what fits nothing is known but that it takes no less than without limits
@@ -95,8 +95,9 @@ def attempt(
 
 def _limited(
     problem: Problem, shares: Shares, limits: Vector, key: ProgramKey, cheapest: State, prices: Vector | None, statistics: Statistics, exact: bool
-) -> Solution | None:
-    """The cheapest program that fits, None where none was found; `cheapest` does not fit."""
+) -> tuple[Solution | None, Solution | None]:
+    """The cheapest program that fits, None where none was found; and, where prices of memory led to none, the one of least memory. `cheapest` does
+    not fit."""
 
     def priced(at: Vector) -> tuple[State | None, float]:
         own = Statistics()
@@ -105,21 +106,28 @@ def _limited(
         statistics.add(own)
         return found, gap
 
-    found = fitting(priced, cheapest, limits, WITHIN_LIMITS if len(problem.steps) > EXACT or not exact else 0.0, prices)
-    best, cost = found.best, found.cost
-    if exact and len(problem.steps) <= EXACT:
+    small = exact and len(problem.steps) <= EXACT
+    found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices)
+    best, cost, least = found.best, found.cost, None
+    if best is None:
+        least = least_memory(problem, shares, limits, key)
+        if least.cost > 1:
+            return None, least
+    if small:
+        domain = Synthesis(problem, shares, limits, prices=found.prices)
         if best is not None:  # as an incumbent: with its seconds alone
             best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, cost, best.parent, best.move)
-        domain = Synthesis(problem, shares, limits, prices=found.prices)
+        else:
+            best = domain.follow(problem.programs[0])  # that of least memory
         own = Statistics()
         best = _counted(domain, own, search(domain, own, best, BUDGET, watch=problem.watch))
-        best = _widened(domain, own, best, WIDEST)
+        best = _widened(domain, own, best, WIDEST[len(problem.theory.mesh.axes) > 1])
         statistics.gap = 0.0  # that of the program without limits
         statistics.add(own)
         cost = best.estimate if best is not None else cost
     elif best is not None:
         statistics.gap = max(statistics.gap, 1 - found.bound / cost)
-    return solution(problem, best, cost, key, statistics, found.prices) if best is not None else None
+    return solution(problem, best, cost, key, statistics, found.prices) if best is not None else None, least
 
 
 def least_memory(problem: Problem, shares: Shares, limits: Vector, key: ProgramKey) -> Solution:

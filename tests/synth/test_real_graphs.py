@@ -36,5 +36,5 @@ def test_a_wrong_dominance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return a.cost <= b.cost
 
     monkeypatch.setattr(Synthesis, "dominates", careless)
-    cases = [case for seed in range(12) if (case := random_case(FLAT, seed)) is not None]
+    cases = [case for seed in (25, 26, 27) if (case := random_case(FLAT, seed)) is not None]
     assert not all(compare(case).equal for case in cases)
