@@ -110,7 +110,7 @@ def _batch_shares(best: Candidate) -> tuple[float, ...] | None:
             ref = graph.refs[p.tensor]
             if ref.kind is Kind.INPUT and any(isinstance(s, Sharded) and (p.tensor, s) in batch for s in p.placement.states):
                 split = [s.dim for s in p.placement.states if isinstance(s, Sharded) and (p.tensor, s) in batch][0]
-                own = [local_shape(ref.shape, p.placement, mesh.sizes, best.lengths, mesh.coordinates(d))[split] for d in range(len(mesh.devices))]
+                own = [local_shape(ref.shape, p.placement, mesh.sizes, best.lengths, mesh.coordinates(d))[split] for d in sorted(mesh.devices)]
                 return tuple(n / sum(own) for n in own)
     return None
 

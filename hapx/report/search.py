@@ -17,7 +17,12 @@ PROVEN = 1.1e-3  # gap up to which a search is not cut: the distance that it pro
 
 
 def proven_lines(plan: Plan) -> list[str]:
-    """One line: how far the program may be from the best one at its ratios."""
+    """One line: how far the program may be from the best one at its ratios, or the pipeline from the best one."""
+    if plan.schedules:
+        apart = plan.statistics.get("inter_op_gap")
+        if not isinstance(apart, int | float):
+            return []
+        return [f"not proven: by the additive cost, a pipeline may exist that takes up to {_percent(apart)} less"]
     gap = plan.statistics.get("gap")
     if not isinstance(gap, int | float):
         return []

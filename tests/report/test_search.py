@@ -18,6 +18,7 @@ from hapx.report.progress import describe, shown
 from hapx.report.search import COUNTS, proven_lines, statistics_text
 from hapx.report.table import plan_table
 from hapx.synth import astar
+from support import small_stages
 from support.models import MLP
 from support.plans import mlp_batch_split
 
@@ -45,6 +46,15 @@ def test_one_line_says_what_is_proven(gap: float, says: str) -> None:
     plan = with_gap(gap)
     assert proven_lines(plan) == [says]
     assert plan_table(plan).splitlines().count(says) == 1
+
+
+def test_a_pipeline_is_not_proven() -> None:
+    """What its single program would be (`gap`) says nothing about it."""
+    plan = replace(small_stages.mlp(), statistics={"gap": 0.0, "inter_op_gap": 0.452})
+    says = "not proven: by the additive cost, a pipeline may exist that takes up to 45 % less"
+    assert proven_lines(plan) == [says]
+    assert plan_table(plan).splitlines().count(says) == 1
+    assert proven_lines(replace(plan, statistics={"gap": 0.0})) == []
 
 
 def test_plans_by_hand_have_nothing_to_tell() -> None:
