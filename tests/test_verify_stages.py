@@ -128,7 +128,7 @@ CHANGED: dict[str, tuple[Callable[[], Plan], Callable[[Plan], Plan], str]] = {
     "a gap": (gpt, lambda p: with_stage(p, 1, nodes={p.first: (p.stages[0].nodes[p.first][1] + 1, len(p.graphs[p.first].nodes))}), "in order"),
     "one device in two groups": (mlp, lambda p: on_devices(p, 1, (1,)), "stages on the same devices, or on other ones"),
     "a device that is none": (mlp, lambda p: on_devices(p, 1, (3,)), "devices of the cluster"),
-    "devices out of order": (mlp, lambda p: on_devices(p, 0, (1, 0)), "each once and in order"),
+    "a device twice": (mlp, lambda p: on_devices(p, 0, (0, 0)), "each once"),
     "no schedule": (gpt, lambda p: replace(p, schedules={}), "stages without a schedule"),
     "sizes of micro-batches": (gpt, lambda p: with_schedule(p, micro_batches=(2, 2, 3, 1)), r"allowed: \(2, 2, 2, 2\)"),
     "a micro-batch less": (gpt, lambda p: with_schedule(p, micro_batches=(2, 2, 2)), r"allowed: \(2, 2, 2, 2\)"),
