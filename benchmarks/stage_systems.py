@@ -5,9 +5,10 @@ planner answers for their stages, the same code puts pipelines together, simulat
 is replaced there for the time of the call:
 
     pipeline             nothing; one stage that accumulates is a candidate here alone. hapx is the better of this and SPMD
-    islands              the space: no submesh with devices of two types
+    islands              the space, and neighbours of its best pipeline: no submesh with devices of two types
     SPMD, micro-batches  no program: one stage on all devices (gradients are accumulated)
-    equal layers, dp+pp  the program itself: as many layers in every stage, a stage per machine, per two machines, ... ; schedule 1F1B.
+    equal layers, dp+pp  the program itself: as many layers in every stage, a stage per machine, per two machines, ... ; schedule 1F1B,
+                         and nothing near these is looked at.
                          dp+pp also under a restriction: only the batch is split, every parameter is kept where it is used
     equal operators      the layers: as many operators in each
 """
@@ -41,6 +42,7 @@ from hapx.stage_prices import Asker
 from hapx.stages.clustering import Layers, equal_operators, find_layers
 from hapx.stages.costs import ONE_F_ONE_B, Answer, Pipeline, Prices
 from hapx.stages.dp import Solution, solve
+from hapx.stages.neighbours import neighbours
 from hapx.stages.plain import pipeline_by_hand
 from hapx.stages.space import Space, space
 from hapx.stages.submeshes import Shape
@@ -110,7 +112,7 @@ class Bench:
         """By name, in the order in which they are shown."""
         found: dict[str, Callable[[], Found]] = {SPMD: self.spmd, PIPELINE: lambda: self.pipelines(PIPELINE), ACCUMULATED: self.accumulated}
         if mixed(self.case.cluster):
-            found[ISLANDS] = lambda: self.pipelines(ISLANDS, make_space=islands)
+            found[ISLANDS] = lambda: self.pipelines(ISLANDS, make_space=islands, near=neighbouring_islands)
         return found | {EQUAL: lambda: self.equal(EQUAL), DP_PP: lambda: self.equal(DP_PP, BATCH_ONLY)}
 
     def ablations(self) -> dict[str, Callable[[], Found]]:
@@ -150,18 +152,18 @@ class Bench:
         """As many layers in every stage, 1F1B; also with twice as many micro-batches as hapx looks at."""
         batch = self.case.model.whole.batch
         more = tuple(n for n in (2 * max(self.tried, default=1),) if batch % n == 0)
-        found = self.pipelines(system, rule, program=equal_layers(self.case.cluster), numbers=(*self.tried, *more))
+        found = self.pipelines(system, rule, program=equal_layers(self.case.cluster), near=no_neighbours, numbers=(*self.tried, *more))
         plain = [one_f_one_b(plan) for plan in found.others if len(plan.groups) == len(plan.stages)]
         return replace(found, plan=min(plain, key=lambda p: p.iteration_time, default=None), others=())
 
     def pipelines(
         self, system: str, rule: Restriction = AUTO, *, make_space: Callable[[ClusterSpec], Space] = space, program: Any = solve,
-        layers: Callable[[Graph], Layers] = find_layers, numbers: Sequence[int] = (),
+        layers: Callable[[Graph], Layers] = find_layers, near: Any = neighbours, numbers: Sequence[int] = (),
     ) -> Found:  # fmt: skip
         """The best pipeline, with parts of the inter-operator program replaced."""
         captured, began = self.case.model.capture_seconds, time.process_time()
         setting, clock = self.case.setting(rule), _Clock()
-        with _replaced(self.answers, clock, make_space, program, layers):
+        with _replaced(self.answers, clock, make_space, program, layers, near):
             plans = inter_op.pipelines(
                 setting, self.case.model.parts, tuple(numbers) or self.tried, watch=lambda m: self.watch(f"{system}: {m}"),
                 one_stage=system == PIPELINE,
@@ -192,6 +194,16 @@ def islands(cluster: ClusterSpec) -> Space:
     every = space(cluster)
     kept = tuple(tuple(m for m in moves if len(set(every.shapes[m.shape].types)) == 1) for moves in every.moves)
     return replace(every, moves=kept)
+
+
+def neighbouring_islands(*asked: Any) -> Iterator[Pipeline]:
+    """Neighbours whose stages do not mix types of devices."""
+    return (p for p in neighbours(*asked) if all(len(set(s.shape.types)) == 1 for s in p.stages))
+
+
+def no_neighbours(*_: Any) -> Iterator[Pipeline]:
+    """Of a pipeline that is made by hand."""
+    return iter(())
 
 
 def groupings(cluster: ClusterSpec) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -242,7 +254,7 @@ class _Clock:
 
 
 @contextmanager
-def _replaced(known: Memo, clock: _Clock, make_space: Any, program: Any, layers: Any) -> Iterator[None]:
+def _replaced(known: Memo, clock: _Clock, make_space: Any, program: Any, layers: Any, near: Any) -> Iterator[None]:
     """Inside, `hapx.inter_op` uses these, and asks only what was not asked before."""
 
     class Remembering(Asker):
@@ -268,6 +280,6 @@ def _replaced(known: Memo, clock: _Clock, make_space: Any, program: Any, layers:
 
     with (
         patch.object(inter_op, "Asker", Remembering), patch.object(inter_op, "space", make_space), patch.object(inter_op, "solve", timed),
-        patch.object(inter_op, "find_layers", layers),
+        patch.object(inter_op, "find_layers", layers), patch.object(inter_op, "neighbours", near),
     ):  # fmt: skip
         yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -29,7 +29,8 @@ from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, eager
 from hapx.stages.dp import solve
 from hapx.stages.interleaved import interleavings
-from hapx.stages.plain import plain_pipelines
+from hapx.stages.neighbours import least, neighbours
+from hapx.stages.plain import pipeline_by_hand, plain_pipelines
 from hapx.stages.simulated import simulated
 from hapx.stages.space import space
 from hapx.synth.astar import Statistics
@@ -46,6 +47,9 @@ SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
 CANDIDATES = 12  # pipelines of the program that are simulated with its answers, of which
 PUT_TOGETHER = 3  # are planned stage by stage and simulated exactly,
 CLOSE = 1.04  # those that take so many times as long as the best of them at most
+LIKE = 2  # times the samples of a micro-batch: what was searched for one is carried over to the other
+NEIGHBOURS = 6  # of the best pipeline that are put together, as long as
+NEARBY = 0.003  # of its time may be gained
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
 
@@ -123,13 +127,14 @@ def pipelines(
     rule = replace(asked.rule, segments="none", max_stages=1, remat="none", sfb="never", forms=asked.rule.forms & {"padded"} or asked.rule.forms)
     askers: list[Asker] = []
 
-    def another(number: int) -> Asker | None:
-        """Also asks about so many micro-batches; None where their layers are others."""
+    def another(number: int, afresh: bool = False) -> Asker | None:
+        """Also asks about so many micro-batches; None where their layers are others. afresh: not with programs that were searched for like ones."""
         watch(f"capturing one of {number} micro-batches")
         asker = _asker(asked, rule, parts, number)
         if asker is None or (askers and len(asker.layers) != len(askers[0].layers)):
             return None
-        asker.others = tuple(askers)
+        like = (a for a in askers if not a.others and max(number, n := a.asked.repeats) <= LIKE * min(number, n))
+        asker.others = () if afresh else tuple(like)
         askers.append(asker)
         return asker
 
@@ -146,7 +151,7 @@ def pipelines(
     plans.sort(key=lambda m: m.plan.iteration_time)
     while more and plans and _is_tight(plans[0].plan):  # smaller ones leave room for quicker programs
         number = 2 * max(a.asked.repeats for a in askers)
-        if asked.graph.batch % number or number > MANY * _unit(asked.cluster) or (asker := another(number)) is None:
+        if asked.graph.batch % number or number > MANY * _unit(asked.cluster) or (asker := another(number, afresh=True)) is None:
             break
         found = _chosen(asked, [asker], min(below, plans[0].plan.iteration_time), watch, one_stage)
         plans = sorted([*plans, *found], key=lambda m: m.plan.iteration_time)
@@ -158,10 +163,13 @@ def pipelines(
         if asked.graph.batch % number or known or (asker := another(number)) is None:
             break
         watch(f"the best pipeline with {number} micro-batches")
-        made = put_together(asker, plans[0].pipeline, asked.rule, dict(plans[0].plan.statistics))
+        pipeline = _answered(plans[0].pipeline, asker)
+        made = put_together(asker, pipeline, asked.rule, dict(plans[0].plan.statistics)) if pipeline is not None else None
         if made is None or made.plan.iteration_time >= plans[0].plan.iteration_time:
             break
         plans.insert(0, made)
+    if plans:
+        plans.insert(0, _climbed(plans, asked, watch))
     if plans and (made := _interleaved(plans, asked, watch)) is not None:
         plans.insert(0, made)
     if plans:
@@ -188,8 +196,7 @@ def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callab
         plain = [p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision)]
         single = [p for a in askers if one_stage and (p := a.accumulated()) is not None]
         candidates = (p for p in (*found.pipelines, *plain, *single) if len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below)
-        # all schedules are tried of what is put together
-        apart = {(p.micro_batches, *((s.start, s.stop, s.shape) for s in p.stages)): p for p in sorted(candidates, key=lambda p: -p.time)}
+        apart = {_key(p): p for p in sorted(candidates, key=lambda p: -p.time)}
         nearer = [(key, replace(p, time=simulated(p, asked.cluster))) for key, p in apart.items()]
         least = min((p.time for _, p in nearer), default=inf)
         best, tried = inf, list[Pipeline]()
@@ -213,6 +220,60 @@ def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callab
 def _fewer_bubbles(made: Made) -> bool:
     """Whether twice as many micro-batches may be worth a look: bubbles take stages - 1 of micro-batches + stages - 1 parts."""
     return (len(made.pieces) - 1) / 2 > WORTH * made.asker.asked.repeats
+
+
+def _answered(pipeline: Pipeline, asker: Asker) -> Pipeline | None:
+    """The pipeline with as many micro-batches as another asker asks about; None where a stage does not fit then."""
+    ends, groups = (0, *(s.stop for s in pipeline.stages)), [s.devices for s in pipeline.stages]
+    return pipeline_by_hand(ends, groups, asker.asked.cluster, asker.prices(), ONE_F_ONE_B)
+
+
+def _climbed(plans: Sequence[Made], asked: Setting, watch: Callable[[str], None]) -> Made:
+    """The fastest pipeline that is found from the best ones by looking at neighbours: the most promising first, as what was planned so far tells."""
+    starts = sorted(plans, key=lambda m: m.plan.iteration_time)[:PUT_TOGETHER]
+    best, tried = starts[0], {_key(m.pipeline) for m in plans}
+    for _ in range(NEIGHBOURS):
+        limit = (1 - NEARBY) * best.plan.iteration_time
+        found: list[tuple[float, Pipeline, Asker]] = []
+        for made in starts:
+            other = _nearest(made, asked, limit, tried)
+            found += [(*other, made.asker)] if other is not None else []
+        if not found:
+            break
+        seconds, pipeline, asker = min(found, key=lambda f: f[0])
+        tried.add(_key(pipeline))
+        watch(f"a neighbour of the best pipeline, perhaps {1 - seconds / best.plan.iteration_time:.1%} faster")
+        again = put_together(asker, pipeline, asked.rule, dict(best.plan.statistics))
+        if again is not None and again.plan.iteration_time < best.plan.iteration_time:
+            best = again
+            starts = [again, *starts[: PUT_TOGETHER - 1]]
+    return best
+
+
+def _nearest(made: Made, asked: Setting, limit: float, tried: Container[Hashable]) -> tuple[float, Pipeline] | None:
+    """The neighbour that takes least, with its seconds; None where none takes less than the limit, or was not tried before."""
+    asker, cluster = made.asker, asked.cluster
+    stages = [
+        replace(s, answer=replace(s.answer, micro=p.times.micro, iteration=p.times.iteration, most_in_flight=asker.fits(p)))
+        for s, p in zip(made.pipeline.stages, made.pieces, strict=True)
+    ]
+    exact = replace(made.pipeline, stages=tuple(stages))
+    scale = made.plan.iteration_time / simulated(exact, cluster)  # what estimates leave out is taken to be the same for both
+    others = [(scale * least(p), p) for p in neighbours(exact, len(asker.layers), cluster, asker.corrected())]
+    best: tuple[float, Pipeline] | None = None
+    for low, other in sorted(others, key=lambda o: o[0]):
+        if low >= limit:
+            break
+        if _key(other) not in tried and len(other.stages) <= asked.rule.max_stages:
+            seconds = scale * simulated(other, cluster)
+            if seconds < limit:
+                best, limit = (seconds, other), seconds
+    return best
+
+
+def _key(pipeline: Pipeline) -> Hashable:
+    """All schedules are tried of what is put together."""
+    return (pipeline.micro_batches, *((s.start, s.stop, s.shape) for s in pipeline.stages))
 
 
 def _interleaved(plans: Sequence[Made], asked: Setting, watch: Callable[[str], None]) -> Made | None:

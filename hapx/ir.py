@@ -26,6 +26,8 @@ class Kind(Enum):
     RECEIVED = "received"
     VALUE = "value"
 
+    __hash__ = object.__hash__  # quicker than that of its name: kinds are parts of many keys
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:

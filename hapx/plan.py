@@ -77,6 +77,8 @@ class Form(Enum):
     GROUPED = "grouped"
     POINT_TO_POINT = "point_to_point"
 
+    __hash__ = object.__hash__  # quicker than that of its name
+
 
 @dataclass(frozen=True, slots=True)
 class Communication:

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -78,12 +78,36 @@ class Asker:
     def prices(self) -> Prices:
         return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing, together=True)
 
+    def corrected(self) -> Prices:
+        """Prices by what is known of stages that were planned for themselves (`piece`): they take what they take. Answers for other layers on a
+        shape are off by as much as theirs were, on the average; on other shapes by as much as all were."""
+        off: dict[Hashable, list[float]] = {}
+        for key, (piece, _) in self.pieces.items():
+            run, shape, level = cast(tuple[Hashable, Shape, int], key)
+            answer = next((a for a in self.known.get((run, shape), ()) if a.plan == level), None)
+            if piece is not None and answer is not None and answer.micro > 0:
+                for where in ((shape, level), None):
+                    off.setdefault(where, []).append(piece.times.micro / answer.micro)
+        ratio = {where: sum(found) / len(found) for where, found in off.items()}
+
+        def exact(start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
+            return tuple(corrected(start, stop, shape, answer) for answer in self.ask(start, stop, shape))
+
+        def corrected(start: int, stop: int, shape: Shape, answer: Answer) -> Answer:
+            piece, fits = self.pieces.get((self.classes[start:stop], shape, answer.plan), (None, 0))
+            if piece is not None:
+                return replace(answer, micro=piece.times.micro, iteration=piece.times.iteration, most_in_flight=fits)
+            return replace(answer, micro=answer.micro * ratio.get((shape, answer.plan), ratio.get(None, 1.0)))
+
+        return replace(self.prices(), ask=exact)
+
     # ---- classes of layers --------------------------------------------------------------------------------------------
 
     @cached_property
-    def classes(self) -> tuple[Hashable, ...]:
-        """Equal for layers that cost the same wherever they are."""
-        return tuple(self._class(a, b) for a, b in self.layers)
+    def classes(self) -> tuple[int, ...]:
+        """Numbers, equal for layers that cost the same wherever they are."""
+        numbers: dict[Hashable, int] = {}
+        return tuple(numbers.setdefault(self._class(a, b), len(numbers)) for a, b in self.layers)
 
     def _class(self, start: int, stop: int) -> Hashable:
         """What the layer computes, by operators and shapes; which of its operands come from outside, and which are shared by other layers."""
@@ -215,7 +239,11 @@ class Asker:
     def _whole(self, shape: Shape, level: int) -> WholeModel | None:
         """A program of the whole model on a shape, made as if memory were no matter, at a level of thrift."""
         if (shape, level) not in self.wholes:
-            best = self._carried(shape, level) or self._again(shape, level) or self._searched(shape, level)
+            best = self._carried(shape, level) or self._again(shape, level)
+            if best is None and (like := _round(shape)) != shape:
+                self._whole(like, level)
+                best = self._carried(shape, level)
+            best = best or self._searched(shape, level)
             self.wholes[shape, level] = self._read(best, _group(shape, level)) if best is not None else None
         return self.wholes[shape, level]
 
@@ -407,6 +435,12 @@ def _group(shape: Shape, level: int) -> Hashable:
     """Shapes that share a program: machines of the same types, however many of them; slices of a machine only of the same size."""
     machines = frozenset(p.types for p in shape.parts)
     return (len(shape.parts) > 1, machines, len(machines) > 1 and len({len(p.types) for p in shape.parts}) > 1, level)
+
+
+def _round(shape: Shape) -> Shape:
+    """Of equal machines a power of two: what is best for so many is good for other numbers, too, more often than the other way round."""
+    parts = shape.parts
+    return Shape(parts[: 1 << (len(parts).bit_length() - 1)]) if len(set(parts)) == 1 else shape
 
 
 def view_of(setting: Setting) -> Mesh:

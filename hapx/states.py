@@ -13,7 +13,7 @@ A *placement* is one state per mesh axis, a *property* is (tensor, placement).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal, Self
 
 
 class _Hashed:
@@ -53,20 +53,31 @@ class Cut(_Hashed):
             return self._found((self.row, self.units))
 
 
-@dataclass(frozen=True, slots=True)
-class Replicated:
+class _Single:
+    """There is one value of such a class: it is compared and found as fast as can be."""
+
+    __slots__ = ()
+    _values: ClassVar[dict[type, Any]] = {}
+
+    def __new__(cls) -> Self:
+        found: Self = cls._values.setdefault(cls, object.__new__(cls))
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replicated(_Single):
     def __str__(self) -> str:
         return "R"
 
 
-@dataclass(frozen=True, slots=True)
-class Invariant:
+@dataclass(frozen=True, slots=True, eq=False)
+class Invariant(_Single):
     def __str__(self) -> str:
         return "I"
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
+@dataclass(frozen=True, slots=True, eq=False)
+class Partial(_Single):
     def __str__(self) -> str:
         return "P"
 

@@ -21,8 +21,11 @@ from hapx.graph.capture import capture
 from hapx.inter_op import at_full_speed, numbers_of_micro_batches, pipelines
 from hapx.planner import key_of
 from hapx.restriction import AUTO
-from hapx.stage_prices import Asker
+from hapx.stage_prices import Asker, _round
 from hapx.stages.clustering import find_layers
+from hapx.stages.costs import ONE_F_ONE_B
+from hapx.stages.dp import Solution
+from hapx.stages.plain import pipeline_by_hand
 from hapx.stages.submeshes import shape_of
 from hapx.theory.normalise import MixedSamplesWarning
 from support.clusters import TWO, slow_devices
@@ -137,18 +140,85 @@ def test_micro_batches_that_the_model_refuses() -> None:
         hapx.plan(with_batch_norm(), SLOW, (torch.randn(8, 64),), micro_batches=8)
 
 
+def asker(number: int) -> Asker:
+    model = MODEL()
+    graph, whole = micro_graph(model, model.example(16), number)
+    rule = replace(AUTO, segments="none", max_stages=1, remat="none")
+    return Asker(Setting(graph, key_of(whole), SLOW, rule, "fp32", "adamw", repeats=number), find_layers(graph))
+
+
 def test_answers_are_near_what_is_planned() -> None:
     """The whole model's program, read for some layers, takes about what their own program does; no less than the bound."""
-    model = MODEL()
-    graph, whole = micro_graph(model, model.example(16), 4)
-    rule = replace(AUTO, segments="none", max_stages=1, remat="none")
-    asker = Asker(Setting(graph, key_of(whole), SLOW, rule, "fp32", "adamw", repeats=4), find_layers(graph))
+    asked = asker(4)
     shape = shape_of(SLOW, (0, 1))
-    for run in ((0, 1), (1, 2), (0, len(asker.layers))):
-        (answer,) = asker.ask(*run, shape)
-        piece = asker.piece(*run, shape, 1)
+    for run in ((0, 1), (1, 2), (0, len(asked.layers))):
+        (answer,) = asked.ask(*run, shape)
+        piece = asked.piece(*run, shape, 1)
         assert piece is not None
         assert answer.micro == pytest.approx(piece.times.micro, rel=0.2)
-        assert answer.micro >= asker.bound(*run, shape).micro
+        assert answer.micro >= asked.bound(*run, shape).micro
         assert answer.most_in_flight > 4
-    assert asker.calls == 1
+    assert asked.calls == 1
+
+
+def test_what_was_planned_corrects_answers() -> None:
+    """A planned run takes what it takes; another one on its shape, and on other shapes, is off by as much."""
+    asked = asker(4)
+    fast, slow = shape_of(SLOW, (0, 1)), shape_of(SLOW, (2, 3))
+    before = [asked.ask(0, 1, fast)[0], asked.ask(1, 2, fast)[0], asked.ask(1, 2, slow)[0]]
+    prices = asked.corrected()
+    assert [prices.ask(0, 1, fast)[0], prices.ask(1, 2, fast)[0], prices.ask(1, 2, slow)[0]] == before
+    piece = asked.piece(0, 1, fast, 1)
+    assert piece is not None
+    prices, off = asked.corrected(), piece.times.micro / before[0].micro
+    assert off != 1
+    (exact,) = prices.ask(0, 1, fast)
+    assert (exact.micro, exact.iteration) == (piece.times.micro, piece.times.iteration)
+    for known, run, shape in ((before[1], (1, 2), fast), (before[2], (1, 2), slow)):
+        (answer,) = prices.ask(*run, shape)
+        assert answer.micro == pytest.approx(off * known.micro) and answer.iteration == known.iteration
+
+
+def test_a_pipeline_is_priced_anew_for_other_micro_batches() -> None:
+    two, four = asker(2), asker(4)
+    pipeline = pipeline_by_hand((0, 1, len(two.layers)), ((0, 1), (2, 3)), SLOW, two.prices(), ONE_F_ONE_B)
+    assert pipeline is not None and pipeline.micro_batches == 2
+    again = inter_op._answered(pipeline, four)
+    assert again is not None and again.micro_batches == 4
+    for before, after in zip(pipeline.stages, again.stages, strict=True):
+        assert (after.start, after.stop, after.devices) == (before.start, before.stop, before.devices)
+        assert after.answer.micro < before.answer.micro
+        assert after.answer in four.ask(after.start, after.stop, after.shape)
+
+
+def test_neighbours_of_a_pipeline_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a pipeline with far too many layers on the slow machine to the one that the program finds."""
+    model = MODEL(layers=5)
+    whole = capture(model, model.example(16))
+    asked = Setting(whole, key_of(whole), SLOW, AUTO, "fp32", "adamw")
+
+    def parts(number: int) -> Any:
+        return micro_graph(model, model.example(16), number)[0]
+
+    def poor(_layers: Any, _space: Any, prices: Any, *_: Any, **__: Any) -> Solution:
+        made = pipeline_by_hand((0, 2, len(_layers)), ((0, 1), (2, 3)), SLOW, prices[0], ONE_F_ONE_B)
+        assert made is not None
+        return Solution((made,), 0.0, 1, 1, 1, 1)
+
+    found = pipelines(asked, parts, (4,), more=False, one_stage=False)[0]
+    monkeypatch.setattr(inter_op, "solve", poor)
+    monkeypatch.setattr(inter_op, "plain_pipelines", lambda *_: ())
+    climbed = pipelines(asked, parts, (4,), more=False, one_stage=False)[0]
+    climbed.verify()
+    monkeypatch.setattr(inter_op, "neighbours", lambda *_: ())
+    without = pipelines(asked, parts, (4,), more=False, one_stage=False)[0]
+    assert climbed.iteration_time < 0.9 * without.iteration_time
+    assert climbed.iteration_time <= 1.02 * found.iteration_time
+
+
+def test_of_equal_machines_a_power_of_two_is_searched() -> None:
+    cluster = slow_devices(*[["slow", "slow"]] * 5, ["fast", "fast"])
+    five, mixed = shape_of(cluster, range(10)), shape_of(cluster, range(4, 12))
+    assert _round(five) == shape_of(cluster, range(8))
+    assert _round(_round(five)) == _round(five)
+    assert _round(mixed) == mixed

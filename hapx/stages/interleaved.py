@@ -7,13 +7,13 @@ where micro-batches are few and links quick. Layers are cut so that the slowest 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from math import inf
 
 from hapx.cluster.spec import ClusterSpec
-from hapx.stages.costs import Answer, Assigned, Discipline, Pipeline, Prices
+from hapx.stages.costs import Assigned, Discipline, Pipeline, Prices
+from hapx.stages.cutting import Cutter, Runs, busy
 from hapx.stages.simulated import simulated
 
 ROUNDS = (2, 3, 4)  # stages per submesh that are looked at
@@ -22,45 +22,14 @@ INTERLEAVED = Discipline("interleaved")
 
 def interleavings(pipeline: Pipeline, layers: int, cluster: ClusterSpec, prices: Prices) -> Iterator[Pipeline]:
     """The pipeline with 2, 3 and 4 stages on every submesh, where there are layers for them that fit into memory; `Pipeline.time` is simulated."""
-    for rounds in ROUNDS:
-        cuts = _cut(pipeline, rounds, layers, prices) if len(pipeline.stages) > 1 else None
-        if cuts is not None:
-            made = _assigned(pipeline, cuts, cluster, prices)
+    cutter, n, size = Cutter(layers, prices), pipeline.micro_batches, len(pipeline.stages)
+    limit = max(busy(s.answer, n) for s in pipeline.stages)
+    for rounds in ROUNDS if size > 1 else ():
+        kept = [_kept(group, size, rounds, n) for group in range(size)]
+        runs = cutter.cut([s.shape for s in pipeline.stages] * rounds, kept * rounds, limit)
+        if runs is not None:
+            made = _assigned(pipeline, runs, cluster, prices)
             yield replace(made, time=simulated(made, cluster))
-
-
-def _cut(pipeline: Pipeline, rounds: int, layers: int, prices: Prices) -> list[tuple[int, int, Answer]] | None:
-    """Layers [start, stop) and answers of `rounds` stages per submesh, such that the slowest stage takes least; None where layers are too few, or no
-    stages fit that take less than the slowest one of the pipeline."""
-    submeshes = pipeline.stages
-    known: dict[tuple[int, int, int], Answer | None] = {}
-
-    def answer(start: int, stop: int, group: int) -> Answer | None:
-        key = start, stop, group
-        if key not in known:
-            flight = _kept(group, len(submeshes), rounds, pipeline.micro_batches)
-            fits = [a for a in prices.ask(start, stop, submeshes[group].shape) if a.most_in_flight >= flight]
-            known[key] = min(fits, key=lambda a: (a.micro, a.iteration), default=None)
-        return known[key]
-
-    # per number of layers: of the stages so far, the slowest, and how they are cut
-    limit = max(s.answer.micro for s in submeshes)
-    best: dict[int, tuple[float, tuple[tuple[int, int, Answer], ...]]] = {0: (0.0, ())}
-    count = rounds * len(submeshes)
-    for stage in range(count):
-        group = stage % len(submeshes)
-        found: dict[int, tuple[float, tuple[tuple[int, int, Answer], ...]]] = {}
-        for start, (slowest, behind) in best.items():
-            for stop in range(start + 1, layers - (count - 1 - stage) + 1):
-                if prices.bound(start, stop, submeshes[group].shape).micro >= limit:
-                    break
-                if (stop == layers) != (stage == count - 1):
-                    continue
-                own = answer(start, stop, group)
-                if own is not None and max(slowest, own.micro) < min(limit, found[stop][0] if stop in found else inf):
-                    found[stop] = max(slowest, own.micro), (*behind, (start, stop, own))
-        best = found
-    return list(best[layers][1]) if layers in best else None
 
 
 def _kept(group: int, groups: int, rounds: int, micro_batches: int) -> int:
@@ -68,11 +37,11 @@ def _kept(group: int, groups: int, rounds: int, micro_batches: int) -> int:
     return min(rounds * micro_batches, (rounds - 1) * groups + 2 * (groups - 1 - group) + 1)
 
 
-def _assigned(pipeline: Pipeline, cuts: Sequence[tuple[int, int, Answer]], cluster: ClusterSpec, prices: Prices) -> Pipeline:
+def _assigned(pipeline: Pipeline, runs: Runs, cluster: ClusterSpec, prices: Prices) -> Pipeline:
     """Stages on the submeshes of the pipeline in turn. Each is made for its part of the micro-batches in flight."""
     size, stages = len(pipeline.stages), []
-    rounds = len(cuts) // size
-    for i, (start, stop, own) in enumerate(cuts):
+    rounds = len(runs) // size
+    for i, (start, stop, own) in enumerate(runs):
         here = pipeline.stages[i % size]
         kept = -(-_kept(i % size, size, rounds, pipeline.micro_batches) // rounds)
         stages.append(Assigned(start, stop, here.shape, here.devices, own, kept, 0.0))

@@ -58,6 +58,6 @@ def _fitting(pipeline: Pipeline, styles: Sequence[Style]) -> list[str]:
 
 
 def _fits(style: Style, room: Sequence[int]) -> bool:
-    """Whether every stage has room for the micro-batches that a style keeps there."""
+    """Whether every stage has room for the micro-batches that a style keeps there; answers may be off by one."""
     extra = style.numbers or (0,) * len(room)
-    return all(len(room) - i + more <= most for i, (more, most) in enumerate(zip(extra, room, strict=True)))
+    return all(len(room) - i + more <= most + 1 for i, (more, most) in enumerate(zip(extra, room, strict=True)))

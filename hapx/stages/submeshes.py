@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, groupby
 
 from hapx.cluster.spec import ClusterSpec, Link, Machine
@@ -36,11 +37,21 @@ class Shape:
 
     parts: tuple[Part, ...]
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.parts)
+
+    def __reduce__(self) -> tuple[type[Shape], tuple[object, ...]]:
+        return Shape, (self.parts,)  # hashes of words are others in other processes
+
+    @cached_property
     def num_devices(self) -> int:
         return sum(len(p.types) for p in self.parts)
 
-    @property
+    @cached_property
     def types(self) -> tuple[str, ...]:
         """Types of the devices, in the order of `ordered` and of the devices of `spec`."""
         return tuple(t for p in self.parts for t in p.types)
