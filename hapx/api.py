@@ -34,6 +34,7 @@ from hapx.progress import Watcher
 from hapx.restriction import Restriction
 from hapx.runtime.data import ShareSampler
 from hapx.runtime.executor import Executor, share_out
+from hapx.runtime.handout import beside_the_loss
 from hapx.runtime.launch import World, join
 from hapx.runtime.local_inputs import LocalInputs
 from hapx.runtime.pipeline import Pipeline
@@ -205,7 +206,8 @@ class HAP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns on one device, with the loss of the whole batch. Other results are this rank's pieces, or whole with
-        `gather_outputs`; objects that are no tensors, caches of generation for one, are left out."""
+        `gather_outputs`, to look at: a backward from them raises LaunchError. Objects that are no tensors, caches of generation for one, are left
+        out."""
         call, key = self._announce(args, kwargs)
         local = LocalInputs(self._world, call.tensors) if self._local_inputs else None
         if local is not None:
@@ -253,6 +255,8 @@ class HAP(nn.Module):
         if self._gather_outputs:
             executor = self._running()
             values = {place: executor.gathered(key, name, outputs[name]) for place, name in results.items()}
+        wanted = {place for place, name in results.items() if graph.refs[name].requires_grad and torch.is_grad_enabled()}
+        values = {place: beside_the_loss(value) if place in wanted else value.detach() for place, value in values.items()}
         return rebuild(graph.returns, {"": loss, **values})
 
     # ---- what users ask for ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 In: a loss without history, parameters, their gradients for a cotangent `seed` of the loss. Out: the loss, whose backward adds the gradients to
 `.grad`, times what arrives there over the seed. Invariant: gradients are handed out without a copy, unless autograd is asked to keep its graph.
-And the loss of a run without backward passes, whose backward says so.
+And what has no backward passes, and says so: the loss of a run without them, and results other than the loss.
 """
 
 from __future__ import annotations
@@ -39,6 +39,26 @@ class _Evaluated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         raise LaunchError("a pipeline runs no backward passes in evaluation mode", where="backward", hint="call model.train() before forward")
+
+
+def beside_the_loss(result: Tensor) -> Tensor:
+    """A result that one device could differentiate. Here gradients are those of the loss: a backward from a result, of which this rank may have a
+    part only, raises LaunchError instead of leaving something out."""
+    found: Tensor = _Beside.apply(torch.zeros((), requires_grad=True, device=result.device), result.detach())
+    return found
+
+
+class _Beside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, result: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        raise LaunchError(
+            "a result other than the loss has no gradient", where="backward", allowed="gradients of the loss that the module, or loss_fn, returns",
+            hint="compute there what is to be differentiated, as a part of the loss; detach() results that are only looked at",
+        )  # fmt: skip
 
 
 class _Ran(torch.autograd.Function):

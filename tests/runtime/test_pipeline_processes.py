@@ -88,6 +88,7 @@ def trained(found: Plan) -> dict[str, Any]:
             scaler.update()
             told["losses"].append(float(outputs["loss"].detach()))
             told["scores"].append(outputs["scores"].detach())
+        told["refused"] = caught(lambda: outputs["scores"].sum().backward())
         hap.eval()
         with torch.no_grad():
             told["evaluated"] = hap(*batch(7))["scores"]
@@ -113,6 +114,7 @@ def test_a_model_of_several_stages_is_used_like_the_module() -> None:
     for rank, told in enumerate(pool(4).run(trained, plan())):
         assert told["losses"] == pytest.approx(losses, rel=1e-10) and told["norms"] == pytest.approx(norms, rel=1e-9)
         torch.testing.assert_close(told["scores"], scores)
+        assert told["refused"].startswith("LaunchError: backward: a result other than the loss has no gradient; allowed: gradients of the loss")
         torch.testing.assert_close(told["evaluated"], evaluated)
         torch.testing.assert_close(told["state"], dict(module.state_dict()))
         torch.testing.assert_close(told["gradients"], {n: p.grad for n, p in module.named_parameters()})

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hapx.api import HAP
+from hapx.errors import LaunchError
 from hapx.graph.capture import capture
 from hapx.ir import Container, Ref
 from hapx.runtime.results import Results, rebuild
@@ -91,6 +92,11 @@ def run(strategy: str, gather: bool, local: bool) -> tuple[Output, float, dict[s
     batch = example()
     if local:
         batch = tuple(t.split(hap.batch_sizes)[rank] for t in batch)
+    output = hap(*batch)
+    assert output.logits.requires_grad and not output.hidden[0].requires_grad  # as on one device
+    with pytest.raises(LaunchError, match=r"^backward: a result other than the loss has no gradient"):
+        (output.loss + output.logits.sum()).backward(retain_graph=True)
+    hap.zero_grad()
     output = hap(*batch)
     output.loss.backward()
     gradients = hap.full_gradients()
