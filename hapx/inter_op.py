@@ -87,6 +87,21 @@ def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Calla
     return replace(best, statistics={**before, **best.statistics, **one, "stages_time": spent, "pipelines": len(found)})
 
 
+def plan_of_micro_batches(asked: Setting) -> Plan:
+    """The fastest plan for the graph of a micro-batch and as many of them as it says, of several stages or of one that accumulates gradients:
+    where the graph of the whole batch is not at hand. Raises InsufficientMemoryError where none fits."""
+    micro = asked.graph.micro_batches
+    assert micro is not None, "a graph of micro-batches"
+    told = Teller(asked.progress, Statistics(), "pipelines", 1, 1, inf)
+    found = pipelines(asked, lambda _: asked.graph, (micro.number,), watch=lambda _: told("planning stages"), more=False)
+    if not found:
+        raise InsufficientMemoryError(
+            f"no plan of {micro.number} micro-batches fits into memory", where=f"cluster {asked.cluster.name}", allowed="more devices or memory",
+            hint="more micro-batches are smaller: plan the model again with the changed cluster file",
+        )  # fmt: skip
+    return found[0]
+
+
 def _is_tight(plan: Plan) -> bool:
     """Whether a device is so full that more room might make the plan faster."""
     return any(held > TIGHT * plan.cluster.type_of(d).memory for d, held in enumerate(plan.memory))
@@ -121,7 +136,7 @@ def pipelines(
     """Plans of micro-batches, best first; none where the model or the cluster cannot be cut, or nothing fits. below: seconds of an iteration; what
     is slower is of no interest. more: the best one is also tried with more micro-batches than these numbers. one_stage: one stage on all devices
     that accumulates gradients over micro-batches is a candidate; it takes less memory than one program of the batch, and is no faster otherwise."""
-    if asked.cluster.num_devices < 2:
+    if asked.cluster.num_devices < 2 and not one_stage:
         return []
     # what is asked only has to rank: stages that are chosen are planned once more without these limits
     rule = replace(asked.rule, segments="none", max_stages=1, remat="none", sfb="never", forms=asked.rule.forms & {"padded"} or asked.rule.forms)
@@ -137,6 +152,18 @@ def pipelines(
         asker.others = () if afresh else tuple(like)
         askers.append(asker)
         return asker
+
+    def with_twice_as_many(best: Made, looked: Container[int] = ()) -> Made | None:
+        """A pipeline with twice as many micro-batches: they leave fewer bubbles. None where the program has looked at them, or it does not fit."""
+        number = 2 * best.asker.asked.repeats
+        if asked.graph.batch % number or number in looked or not _fewer_bubbles(best):
+            return None
+        asker = next((a for a in askers if a.asked.repeats == number), None) or another(number)
+        pipeline = _answered(best.pipeline, asker) if asker is not None else None
+        if asker is None or pipeline is None:
+            return None
+        watch(f"the best pipeline with {number} micro-batches")
+        return put_together(asker, pipeline, asked.rule, dict(best.plan.statistics))
 
     plans: list[Made] = []
     todo = list(numbers)
@@ -157,19 +184,16 @@ def pipelines(
         plans = sorted([*plans, *found], key=lambda m: m.plan.iteration_time)
         if plans[0].asker is not asker:
             break
-    while more and plans and _fewer_bubbles(plans[0]):
-        number = 2 * plans[0].asker.asked.repeats
-        known = any(a.asked.repeats == number for a in askers)  # then the program has looked at it
-        if asked.graph.batch % number or known or (asker := another(number)) is None:
-            break
-        watch(f"the best pipeline with {number} micro-batches")
-        pipeline = _answered(plans[0].pipeline, asker)
-        made = put_together(asker, pipeline, asked.rule, dict(plans[0].plan.statistics)) if pipeline is not None else None
-        if made is None or made.plan.iteration_time >= plans[0].plan.iteration_time:
-            break
+    looked = {a.asked.repeats for a in askers}  # numbers of micro-batches at which the program has looked
+    while more and plans and (made := with_twice_as_many(plans[0], looked)) is not None and _faster(made, plans[0]):
         plans.insert(0, made)
-    if plans:
-        plans.insert(0, _climbed(plans, asked, watch))
+    tried = {_key(m.pipeline) for m in plans}
+    while plans and _faster(nearby := _climbed(plans, asked, watch, tried), plans[0]):
+        made = with_twice_as_many(nearby) if more else None
+        if made is None or made.plan.iteration_time > CLOSE * nearby.plan.iteration_time:
+            plans.insert(0, nearby)
+            break
+        plans = sorted([nearby, made, *plans], key=lambda m: m.plan.iteration_time)
     if plans and (made := _interleaved(plans, asked, watch)) is not None:
         plans.insert(0, made)
     if plans:
@@ -228,10 +252,15 @@ def _answered(pipeline: Pipeline, asker: Asker) -> Pipeline | None:
     return pipeline_by_hand(ends, groups, asker.asked.cluster, asker.prices(), ONE_F_ONE_B)
 
 
-def _climbed(plans: Sequence[Made], asked: Setting, watch: Callable[[str], None]) -> Made:
-    """The fastest pipeline that is found from the best ones by looking at neighbours: the most promising first, as what was planned so far tells."""
+def _faster(a: Made, b: Made) -> bool:
+    return a.plan.iteration_time < b.plan.iteration_time
+
+
+def _climbed(plans: Sequence[Made], asked: Setting, watch: Callable[[str], None], tried: set[Hashable]) -> Made:
+    """The fastest pipeline that is found from the best ones by looking at neighbours: the most promising first, as what was planned so far tells.
+    tried: pipelines that were put together; those that are now, too."""
     starts = sorted(plans, key=lambda m: m.plan.iteration_time)[:PUT_TOGETHER]
-    best, tried = starts[0], {_key(m.pipeline) for m in plans}
+    best = starts[0]
     for _ in range(NEIGHBOURS):
         limit = (1 - NEARBY) * best.plan.iteration_time
         found: list[tuple[float, Pipeline, Asker]] = []
@@ -244,7 +273,7 @@ def _climbed(plans: Sequence[Made], asked: Setting, watch: Callable[[str], None]
         tried.add(_key(pipeline))
         watch(f"a neighbour of the best pipeline, perhaps {1 - seconds / best.plan.iteration_time:.1%} faster")
         again = put_together(asker, pipeline, asked.rule, dict(best.plan.statistics))
-        if again is not None and again.plan.iteration_time < best.plan.iteration_time:
+        if again is not None and _faster(again, best):
             best = again
             starts = [again, *starts[: PUT_TOGETHER - 1]]
     return best

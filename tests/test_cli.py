@@ -246,4 +246,4 @@ def test_plans_of_several_stages(tmp_path: Path) -> None:
     assert run("simulate", path, "--trace", trace).stdout.startswith(f"one iteration: {gpt().iteration_time * 1e3:.3f} ms")
     assert "F3@1" in {e["name"] for e in json.loads(trace.read_text())["traceEvents"]}
     assert "2 stages, 4x 1f1b" in run("compare", path, path).stdout
-    assert "the plan has several stages" in mistake("whatif", path)
+    assert f"planned again with {len(gpt().schedules[gpt().first].micro_batches)} micro-batches each" in run("whatif", path).stdout

@@ -51,7 +51,7 @@ def test_a_slow_link_makes_a_pipeline() -> None:
 
 
 def test_a_quick_link_does_not() -> None:
-    model = MODEL(layers=2)
+    model = MODEL(layers=1)
     plan = hapx.plan(model, QUICK, model.example(16))
     assert len(plan.stages) == 1
     graph = capture(model, model.example(16))
@@ -70,7 +70,7 @@ def test_the_number_of_micro_batches_may_be_given() -> None:
 
 def test_one_stage_that_accumulates_is_a_candidate() -> None:
     """On two unlike devices with a quick link uneven shares are faster than stages; micro-batches one after another take less memory."""
-    model = MODEL(layers=2)
+    model = MODEL(layers=1)
     whole = capture(model, model.example(16))
     asked = Setting(whole, key_of(whole), TWO, AUTO, "fp32", "adamw")
     plan = pipelines(asked, lambda number: micro_graph(model, model.example(16), number)[0], (4,), more=False)[0]

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+from hapx.alternation import Setting
 from hapx.cluster.catalogue import CATALOGUE, suggest
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.remat import without_blocks
 from hapx.errors import ClusterSpecError, HapError
+from hapx.inter_op import plan_of_micro_batches
 from hapx.plan import Plan
 from hapx.planner import plan_graphs, views
 from hapx.progress import Watcher
@@ -70,17 +72,10 @@ def fewer(plan: Plan) -> dict[str, ClusterSpec]:
 
 
 def whatif_table(plan: Plan, clusters: Mapping[str, ClusterSpec], progress: Watcher | None = None) -> str:
-    """The plan, and one row per cluster, planned anew with the same restriction; then what is faster. `clusters`: by what the table calls them.
-
-    Raises HapError for a plan of several stages."""
-    if plan.schedules:
-        raise HapError(
-            "the plan has several stages, so its graph is of a micro-batch, and it cannot be planned again from its file", where="whatif",
-            allowed="plans of one stage", hint="plan the model again, with the changed cluster file",
-        )  # fmt: skip
+    """The plan, and one row per cluster, planned anew with the same restriction; then what is faster. `clusters`: by what the table calls them."""
     table = new_table("cluster", "devices", "mesh", "iteration", "time", "memory", "shares", right=("devices", "iteration", "time", "memory"))
     _row(table, "as it is", plan, plan)
-    said = idle_lines(plan)
+    said = [*_micro_batches_line(plan), *idle_lines(plan)]
     for name, cluster in clusters.items():
         again = replanned(plan, cluster, progress)
         if isinstance(again, HapError):
@@ -94,13 +89,26 @@ def whatif_table(plan: Plan, clusters: Mapping[str, ClusterSpec], progress: Watc
 
 
 def replanned(plan: Plan, cluster: ClusterSpec, progress: Watcher | None = None, rule: Restriction | None = None) -> Plan | HapError:
-    """The plan of the same model on another cluster, or why there is none. rule: instead of the plan's own restriction."""
+    """The plan of the same model on another cluster, or why there is none. rule: instead of the plan's own restriction. A plan of micro-batches
+    knows the graph of one of them: it is planned with as many, in stages or in one."""
     graph = without_blocks(plan.graphs[plan.first])  # what is computed again is chosen anew
     rule = rule or plan.restriction
     try:
+        if plan.schedules:
+            asked = Setting(graph, plan.first, cluster, rule, plan.precision, plan.optimizer, progress=progress)
+            return plan_of_micro_batches(asked)
         return plan_graphs([graph], cluster, strategy=rule, optimizer=plan.optimizer, precision=plan.precision, progress=progress, old=plan)
     except HapError as error:
         return error
+
+
+def _micro_batches_line(plan: Plan) -> list[str]:
+    if not plan.schedules:
+        return []
+    number = len(plan.schedules[plan.first].micro_batches)
+    return [
+        f"planned again with {number} micro-batches each, as the plan has; `hapx plan` also looks at other numbers and at the whole batch at once"
+    ]
 
 
 def verdict(plan: Plan, again: Plan) -> str:
@@ -141,7 +149,8 @@ def _mesh_like(plan: Plan, cluster: ClusterSpec) -> str:
 
 def _row(table: Any, name: str, plan: Plan, now: Plan) -> None:
     times = f"{plan.iteration_time / now.iteration_time:.2f}x" if now.iteration_time else "-"
-    devices, mesh = str(plan.cluster.num_devices), plan.stages[0].mesh.name
+    number = len(plan.stages)
+    devices, mesh = str(plan.cluster.num_devices), f"{number} stages" if number > 1 else plan.stages[0].mesh.name
     table.add_row(name, devices, mesh, time_text(plan.iteration_time), times, size_text(max(plan.memory)), shares_text(plan.shares))
 
 

@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 import hapx
 from hapx.cli import app
 from hapx.cluster.spec import ClusterSpec
-from hapx.errors import ClusterSpecError
+from hapx.errors import ClusterSpecError, InsufficientMemoryError
 from hapx.plan import Plan
 from hapx.report.whatif import changed, describe, fewer, idle_lines, replanned, slowest_line, slowest_type, taken_as, verdict, whatif_table
 from hapx.report.words import time_text
 from hapx.restriction import AUTO
-from support.models import MLP
+from support.clusters import slow_devices
+from support.models import GPT, MLP
 
 CLUSTER = {
     "name": "two-kinds",
@@ -154,3 +155,27 @@ def test_a_plan_that_another_cluster_cannot_have() -> None:
     plan = hapx.plan(model, CLUSTER, example_inputs=model.example(24), strategy=replace(AUTO, mesh="3x2"))
     table = whatif_table(plan, {"less": changed(plan.cluster, ["old-1", "old-0"])})
     assert "less: mesh: the cluster 'two-kinds' has no mesh view '3x2'" in table
+
+
+def test_a_pipeline_is_planned_again_with_its_micro_batches() -> None:
+    """Over a slow link; with a quick one there is one stage, on one device a stage that accumulates, with too little memory nothing."""
+    model = GPT(vocab=13, width=32, heads=4, layers=1, context=16)
+    cluster = slow_devices(["fast"], ["slow"], inter="2 Mbit/s", speed=1e8)
+    plan = hapx.plan(model, cluster, model.example(16), micro_batches=4)
+    assert len(plan.stages) == 2
+    same = replanned(plan, changed(cluster, bandwidth="2 Mbit/s"))
+    assert isinstance(same, Plan) and same.iteration_time == pytest.approx(plan.iteration_time)
+    quick = replanned(plan, changed(cluster, bandwidth="100 Gbit/s"))
+    assert isinstance(quick, Plan) and len(quick.schedules[quick.first].micro_batches) == 4
+    assert quick.iteration_time < plan.iteration_time
+    alone = replanned(plan, changed(cluster, ["slow"]))
+    assert isinstance(alone, Plan) and alone.cluster.num_devices == 1 and len(alone.schedules[alone.first].micro_batches) == 4
+    for again in (quick, alone):
+        again.verify()
+    full = replace(cluster, device_types={n: replace(t, memory=1000) for n, t in cluster.device_types.items()})
+    none = replanned(plan, full)
+    assert isinstance(none, InsufficientMemoryError) and "no plan of 4 micro-batches fits into memory" in str(none)
+    lines = whatif_table(plan, {"less": changed(cluster, ["slow"])}).splitlines()
+    assert "planned again with 4 micro-batches each" in "".join(lines)
+    assert f"less: {verdict(plan, alone)}" in lines
+    assert [line.split()[3:5] for line in lines if line.startswith("as it is")] == [["2", "2"]]
