@@ -29,7 +29,7 @@ from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, eager
 from hapx.stages.dp import solve
 from hapx.stages.interleaved import interleavings
-from hapx.stages.neighbours import least, neighbours
+from hapx.stages.neighbours import at_least, neighbours
 from hapx.stages.plain import pipeline_by_hand, plain_pipelines
 from hapx.stages.simulated import simulated
 from hapx.stages.space import space
@@ -288,7 +288,7 @@ def _nearest(made: Made, asked: Setting, limit: float, tried: Container[Hashable
     ]
     exact = replace(made.pipeline, stages=tuple(stages))
     scale = made.plan.iteration_time / simulated(exact, cluster)  # what estimates leave out is taken to be the same for both
-    others = [(scale * least(p), p) for p in neighbours(exact, len(asker.layers), cluster, asker.corrected())]
+    others = [(scale * at_least(p), p) for p in neighbours(exact, len(asker.layers), cluster, asker.corrected())]
     best: tuple[float, Pipeline] | None = None
     for low, other in sorted(others, key=lambda o: o[0]):
         if low >= limit:

@@ -117,7 +117,7 @@ def _halves(units: Sequence[tuple[int, ...]], kinds: dict[tuple[int, ...], Shape
         yield back, front
 
 
-def least(pipeline: Pipeline) -> float:
+def at_least(pipeline: Pipeline) -> float:
     """Seconds that a pipeline takes at least (`hapx.stages.simulated`): every stage waits for the first forwards before it, and is busy then."""
     micro, n = [s.answer.micro for s in pipeline.stages], pipeline.micro_batches
     return max(FORWARD * sum(micro[:i]) + busy(s.answer, n) for i, s in enumerate(pipeline.stages))

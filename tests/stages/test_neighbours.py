@@ -11,7 +11,7 @@ import pytest
 from hapx.cluster.spec import ClusterSpec
 from hapx.stages.costs import ONE_F_ONE_B, Answer, Pipeline, Prices
 from hapx.stages.exhaustive import sequences
-from hapx.stages.neighbours import arrangements, least, neighbours
+from hapx.stages.neighbours import arrangements, at_least, neighbours
 from hapx.stages.plain import pipeline_by_hand
 from hapx.stages.simulated import simulated
 from hapx.stages.submeshes import Shape
@@ -97,6 +97,6 @@ def test_going_from_neighbour_to_neighbour_ends_near_the_best(seed: int) -> None
     for p in [here, *neighbours(here, LAYERS, cluster, prices)]:
         assert [s.start for s in p.stages] + [LAYERS] == [0] + [s.stop for s in p.stages]
         assert sorted(d for s in p.stages for d in s.devices) == list(range(cluster.num_devices))
-        assert least(p) <= simulated(p, cluster) * (1 + 1e-9)
+        assert at_least(p) <= simulated(p, cluster) * (1 + 1e-9)
     best = min(simulated(p, cluster) for p in every(cluster, prices) if len(p.stages) > 1)
     assert simulated(here, cluster) <= 1.1 * best
