@@ -24,7 +24,7 @@ from hapx.progress import Teller
 from hapx.put_together import SMALL, Made, polished, put_together
 from hapx.restriction import Restriction
 from hapx.scarcity import lacks_memory
-from hapx.stage_prices import Asker
+from hapx.stage_prices import PLAIN, Asker
 from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, eager
 from hapx.stages.dp import solve
@@ -50,6 +50,7 @@ CLOSE = 1.04  # those that take so many times as long as the best of them at mos
 LIKE = 2  # times the samples of a micro-batch: what was searched for one is carried over to the other
 NEIGHBOURS = 6  # of the best pipeline that are put together, as long as
 NEARBY = 0.003  # of its time may be gained
+MISSES = 2  # times that twice as many micro-batches may be no faster, where memory binds
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
 
@@ -105,6 +106,11 @@ def plan_of_micro_batches(asked: Setting) -> Plan:
 def _is_tight(plan: Plan) -> bool:
     """Whether a device is so full that more room might make the plan faster."""
     return any(held > TIGHT * plan.cluster.type_of(d).memory for d, held in enumerate(plan.memory))
+
+
+def _is_thrifty(made: Made) -> bool:
+    """Whether a stage computes blocks again or keeps parameters in shards to save memory."""
+    return any(s.answer.plan != PLAIN for s in made.pipeline.stages)
 
 
 def at_full_speed(asked: Setting) -> float:
@@ -176,14 +182,14 @@ def pipelines(
         # smaller micro-batches take less memory
         todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
     plans.sort(key=lambda m: m.plan.iteration_time)
-    while more and plans and _is_tight(plans[0].plan):  # smaller ones leave room for quicker programs
+    missed = 0
+    while more and plans and missed < MISSES and (_is_tight(plans[0].plan) or _is_thrifty(plans[0])):  # smaller ones leave room for quicker programs
         number = 2 * max(a.asked.repeats for a in askers)
         if asked.graph.batch % number or number > MANY * _unit(asked.cluster) or (asker := another(number, afresh=True)) is None:
             break
         found = _chosen(asked, [asker], min(below, plans[0].plan.iteration_time), watch, one_stage)
         plans = sorted([*plans, *found], key=lambda m: m.plan.iteration_time)
-        if plans[0].asker is not asker:
-            break
+        missed = 0 if plans[0].asker is asker else missed + 1
     looked = {a.asked.repeats for a in askers}  # numbers of micro-batches at which the program has looked
     while more and plans and (made := with_twice_as_many(plans[0], looked)) is not None and _faster(made, plans[0]):
         plans.insert(0, made)
