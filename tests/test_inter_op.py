@@ -21,7 +21,7 @@ from hapx.graph.capture import capture
 from hapx.inter_op import at_full_speed, numbers_of_micro_batches, pipelines
 from hapx.planner import key_of
 from hapx.restriction import AUTO
-from hapx.stage_prices import Asker, _round
+from hapx.stage_prices import LEVELS, Asker, _round
 from hapx.stages.clustering import find_layers
 from hapx.stages.costs import ONE_F_ONE_B
 from hapx.stages.dp import Solution
@@ -189,6 +189,17 @@ def test_a_pipeline_is_priced_anew_for_other_micro_batches() -> None:
         assert (after.start, after.stop, after.devices) == (before.start, before.stop, before.devices)
         assert after.answer.micro < before.answer.micro
         assert after.answer in four.ask(after.start, after.stop, after.shape)
+
+
+def test_a_pipeline_that_saves_memory_is_short_of_it() -> None:
+    """Then smaller micro-batches are looked at, even where its devices have room."""
+    four = asker(4)
+    pipeline = pipeline_by_hand((0, 1, len(four.layers)), ((0, 1), (2, 3)), SLOW, four.prices(), ONE_F_ONE_B)
+    assert pipeline is not None
+    made = inter_op.put_together(four, pipeline, AUTO, {})
+    assert made is not None and not inter_op._is_tight(made.plan) and not inter_op._is_thrifty(made)
+    again = [replace(s, answer=replace(s.answer, plan=len(LEVELS) - 1)) if s.start else s for s in pipeline.stages]
+    assert inter_op._is_thrifty(replace(made, pipeline=replace(pipeline, stages=tuple(again))))
 
 
 def test_neighbours_of_a_pipeline_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
