@@ -168,7 +168,7 @@ def test_one_failure_ends_all_threads():
     start = time.monotonic()
     with pytest.raises(KeyError, match="the reason"):
         run_threads(3, work)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_different_collectives_are_told_apart():

@@ -96,7 +96,7 @@ def test_a_thread_that_fails_releases_who_waits():
     start = time.monotonic()
     with pytest.raises(KeyError, match="the reason"):
         run_threads(2, work)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_a_message_that_does_not_come_is_not_waited_for():

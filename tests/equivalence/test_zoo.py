@@ -5,7 +5,6 @@ Losses that are sums of terms (a mixture's balancing loss) and discrete decision
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -43,9 +42,7 @@ FULL: dict[str, tuple[Callable[[], Any], float]] = {
 @pytest.mark.parametrize("name", FULL)
 def test_builds_on_meta(name: str) -> None:
     make, parameters = FULL[name]
-    start = time.perf_counter()
     module, inputs = make()
-    assert time.perf_counter() - start < 10
     assert sum(p.numel() for p in module.parameters()) == pytest.approx(parameters, rel=1e-3)
     assert all(t.is_meta for t in (*module.parameters(), *module.buffers(), *inputs))
 

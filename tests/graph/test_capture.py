@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -361,12 +360,10 @@ def test_no_grad_method_and_detach() -> None:
     assert sum(n.call.op == "aten.detach" for n in graph.nodes) >= 2
 
 
-def test_gpt2_small_on_meta_is_fast() -> None:
+def test_gpt2_small_on_meta() -> None:
     with torch.device("meta"):
         model = GPT(50257, 768, 12, 12, 128, dropout=0.1, dtype=torch.float32)
     inputs = tuple(torch.zeros(8, 128, dtype=torch.int64) for _ in range(2))
-    start = time.process_time()
     graph = capture(model, inputs)
-    assert time.process_time() - start < 8.0, "about 3 s on an idle core"
     assert {b for b in graph.block_of if b is not None} == {(0, i) for i in range(12)}
     assert sum(b is not None for b in graph.block_of) == 12 * 21

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 
 import pytest
@@ -100,22 +99,6 @@ def gpt2() -> Graph:
         model = GPT(50257, 768, 12, 12, 128, dtype=torch.float32)
         ids = torch.empty(8, 128, dtype=torch.int64)
     return capture(model, (ids, ids))
-
-
-@pytest.mark.slow
-def test_the_theory_of_gpt2_is_derived_in_seconds(gpt2: Graph) -> None:
-    """Wall-clock limits with room for a busy machine; the printed times are the point."""
-    for mesh, limit in ((flat(8), 3.0), (two_level(8, 8), 9.0)):
-        best = min(_seconds(gpt2, mesh) for _ in range(3))
-        number = sum(map(len, derive(gpt2, mesh).triples))
-        print(f"{mesh.name}: {len(gpt2.nodes)} nodes, {number} triples, {best:.2f} s")
-        assert best < limit
-
-
-def _seconds(graph: Graph, mesh: Mesh) -> float:
-    start = time.perf_counter()
-    derive(graph, mesh)
-    return time.perf_counter() - start
 
 
 @pytest.mark.slow
