@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hapx.errors import HapError
 from hapx.plan import Plan
 from hapx.predict import Staged
 from hapx.report.compare import compare_table
@@ -18,7 +17,6 @@ from hapx.report.pricing import Pricing
 from hapx.report.show import REASONS, SECTIONS, overview, programs
 from hapx.report.split import time_split
 from hapx.report.stages import crossings_table, layers_text, schedule_text, stages_table
-from hapx.report.whatif import fewer, whatif_table
 from hapx.report.words import share_text, size_text, time_text
 from support.small_stages import accumulating, deep_gpt, gpt, idle, interleaved, mlp
 
@@ -119,11 +117,6 @@ def test_plans_with_other_stages_are_compared() -> None:
     lines = compare_table({"a": gpt(), "b": replace(gpt(), iteration_time=2 * gpt().iteration_time)}).splitlines()
     assert "2 stages, 4x 1f1b" in lines[2]
     assert "2.00x" in lines[2]
-
-
-def test_a_plan_of_stages_is_not_planned_again() -> None:
-    with pytest.raises(HapError, match=r"several stages.*plan the model again"):
-        whatif_table(gpt(), fewer(gpt()))
 
 
 @pytest.mark.parametrize("make", PLANS)
