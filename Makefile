@@ -1,6 +1,6 @@
 # make demo: set up and run the main job.   make test: set up, check and test.   Everything stays inside this folder, most of it in .venv.
 # Another Python (3.11 or newer): make PYTHON=python3.12 setup.   torch without CUDA, a tenth of the size, from an index that has it:
-# make TORCH_INDEX=<address of the index> setup
+# make TORCH_INDEX=<address of the index> setup.   Tests in more than two processes: make WORKERS=8 test
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-cache-dir --quiet
 RANKS ?= 4
+WORKERS ?= 2
 FOLDERS := $(VENV)/tmp $(VENV)/cache $(VENV)/config/matplotlib
 
 # Caches and temporary files are inside .venv, so that nothing is written elsewhere.
@@ -46,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: setup lint
 	@mkdir -p $(FOLDERS)
-	$(BIN)/python -m pytest -q --basetemp=$(VENV)/tmp/pytest
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --basetemp=$(VENV)/tmp/pytest
 
 # Models of the package transformers, without downloads: made from configurations, with random weights.
 HUB_STAMP := $(VENV)/.installed-hub

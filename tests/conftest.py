@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -44,6 +45,19 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
             items[:] = [item for item in items if not item.get_closest_marker(marker)]
             config.hook.pytest_deselected(items=gone)
             counts[marker] = len(gone)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Of a worker that runs a part of the tests (pytest-xdist): what it says to the process that started it."""
+    said = getattr(session.config, "workeroutput", None)
+    if said is not None:
+        said["left out"] = session.config.stash.get(LEFT_OUT, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Workers collect the same tests, so they leave out the same ones."""
+    node.config.stash.setdefault(LEFT_OUT, {}).update(getattr(node, "workeroutput", {}).get("left out", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
