@@ -211,6 +211,8 @@ class _Builder:
                     path = f"machines[{i}].device" if given.device is not None else f"machines[{i}].devices[{k}]"
                     self.unknown_device(path, type_, known)
             intra = given.intra or self.data.network.intra
+            if intra is None and len(given.types()) == 1:  # nothing uses it
+                intra = self.data.network.inter
             if intra is None:
                 self.fail("network", f"missing field 'intra', the link inside machine {given.name!r}", "network.intra, or intra of each machine")
             for name in given.names():

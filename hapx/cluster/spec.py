@@ -89,7 +89,7 @@ class DeviceType:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine: the type names of its devices in order, and the link between them."""
+    """A machine: the type names of its devices in order, and the link between them (with one device, any: nothing uses it)."""
 
     name: str
     devices: tuple[str, ...]
@@ -131,6 +131,11 @@ class ClusterSpec:
         """All devices, numbered machine by machine: the number is the rank."""
         places = [(m, t) for m, machine in enumerate(self.machines) for t in machine.devices]
         return tuple(Device(i, m, t) for i, (m, t) in enumerate(places))
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """Devices of each machine."""
+        return tuple(tuple(d.index for d in self.devices if d.machine == m) for m in range(len(self.machines)))
 
     @property
     def num_devices(self) -> int:

@@ -119,6 +119,15 @@ def test_good_one_is_good() -> None:
     assert ClusterSpec.load(spec.to_dict()) == spec
 
 
+def test_a_machine_of_one_device_needs_no_link_inside() -> None:
+    small: dict[str, Any] = {"name": "small", "machines": [{"name": "a", "device": "T4", "count": 2}], "network": {"inter": GOOD["network"]["inter"]}}
+    found = ClusterSpec.load(small)
+    assert found.link((0, 1)) == found.inter
+    assert ClusterSpec.load(found.to_dict()) == found
+    with pytest.raises(ClusterSpecError, match="missing field 'intra', the link inside machine 'b'"):
+        ClusterSpec.load({**small, "machines": [*small["machines"], {"name": "b", "device": "T4", "devices": 2}]})
+
+
 @pytest.mark.parametrize(("path", "value", "told"), FAULTS, ids=lambda v: ".".join(map(str, v)) if isinstance(v, tuple) else None)
 def test_fault_in_a_dict(path: tuple[Any, ...], value: Any, told: list[str]) -> None:
     with pytest.raises(ClusterSpecError) as error:
