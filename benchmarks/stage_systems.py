@@ -208,7 +208,7 @@ def no_neighbours(*_: Any) -> Iterator[Pipeline]:
 
 def groupings(cluster: ClusterSpec) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Devices per stage from the front: halves of machines (of at most four), one machine, two, four, ...; in the cluster's order and backwards."""
-    machines = [tuple(d.index for d in cluster.devices if d.machine == i) for i in range(len(cluster.machines))]
+    machines = cluster.members
     found = []
     if len(machines) <= 4 and all(len(m) % 2 == 0 for m in machines):
         found.append(tuple(half for m in machines for half in (m[: len(m) // 2], m[len(m) // 2 :])))

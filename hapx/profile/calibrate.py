@@ -191,7 +191,7 @@ class Links:
 
 def _measure_links(cluster: ClusterSpec, device: torch.device, seconds: float) -> Links:
     """Every rank calls it: groups are made by all, and machines are measured one after another's turn at the same time."""
-    members = [[d.index for d in cluster.devices if d.machine == m] for m in range(len(cluster.machines))]
+    members = cluster.members
     one_machine = len(members) == 1
     groups = [None if one_machine or len(ranks) < 2 else dist.new_group(ranks) for ranks in members]
     mine = cluster.devices[dist.get_rank()].machine

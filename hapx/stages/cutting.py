@@ -5,8 +5,9 @@ In: shapes of the stages from the front, how many micro-batches each keeps, pric
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from math import inf
+from typing import Any
 
 from hapx.stages.costs import Answer, Prices
 from hapx.stages.submeshes import Shape
@@ -28,9 +29,9 @@ class Cutter:
         self._known: dict[tuple[int, int, int], tuple[Answer, ...]] = {}
         self._least: dict[tuple[int, int, int], float] = {}
 
-    def cut(self, shapes: Sequence[Shape], kept: Sequence[int], limit: float = inf) -> Runs | None:
-        """Layers [start, stop) and answers of the stages, of which each has room for what it keeps; None where there are too few layers, or some
-        stage is busy for `limit` seconds or longer however they are cut."""
+    def cut(self, shapes: Sequence[Shape], kept: Sequence[int], limit: float = inf, plans: Sequence[Container[Any]] | None = None) -> Runs | None:
+        """Layers [start, stop) and answers of the stages, of which each has room for what it keeps, and one of its `plans` if they are given; None
+        where there are too few layers, or some stage is busy for `limit` seconds or longer however they are cut."""
         count = len(shapes)
         # per number of layers: of the stages so far, what the busiest takes, and how they are cut
         best: dict[int, tuple[float, Runs]] = {0: (0.0, ())}
@@ -43,7 +44,7 @@ class Cutter:
                         break
                     if (stop == self.layers) != (stage == count - 1):
                         continue
-                    own = self._answer(start, stop, shape, number, kept[stage])
+                    own = self._answer(start, stop, shape, number, kept[stage], None if plans is None else plans[stage])
                     if own is None:
                         continue
                     value = max(longest, busy(own, self.prices.micro_batches))
@@ -58,10 +59,10 @@ class Cutter:
             self._least[key] = busy(self.prices.bound(start, stop, shape), self.prices.micro_batches)
         return self._least[key]
 
-    def _answer(self, start: int, stop: int, shape: Shape, number: int, kept: int) -> Answer | None:
-        """The quickest one that has room."""
+    def _answer(self, start: int, stop: int, shape: Shape, number: int, kept: int, plans: Container[Any] | None) -> Answer | None:
+        """The quickest one that has room, of these plans."""
         key = start, stop, number
         if key not in self._known:
             self._known[key] = tuple(self.prices.ask(start, stop, shape))
-        fits = (a for a in self._known[key] if a.most_in_flight >= kept)
+        fits = (a for a in self._known[key] if a.most_in_flight >= kept and (plans is None or a.plan in plans))
         return min(fits, key=lambda a: busy(a, self.prices.micro_batches), default=None)

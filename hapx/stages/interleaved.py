@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.stages.costs import Assigned, Discipline, Pipeline, Prices
@@ -26,7 +27,8 @@ def interleavings(pipeline: Pipeline, layers: int, cluster: ClusterSpec, prices:
     limit = max(busy(s.answer, n) for s in pipeline.stages)
     for rounds in ROUNDS if size > 1 else ():
         kept = [_kept(group, size, rounds, n) for group in range(size)]
-        runs = cutter.cut([s.shape for s in pipeline.stages] * rounds, kept * rounds, limit)
+        plans = [_roomy(s, most, rounds, prices) for s, most in zip(pipeline.stages, kept, strict=True)]
+        runs = cutter.cut([s.shape for s in pipeline.stages] * rounds, kept * rounds, limit, plans * rounds)
         if runs is not None:
             made = _assigned(pipeline, runs, cluster, prices)
             yield replace(made, time=simulated(made, cluster))
@@ -35,6 +37,12 @@ def interleavings(pipeline: Pipeline, layers: int, cluster: ClusterSpec, prices:
 def _kept(group: int, groups: int, rounds: int, micro_batches: int) -> int:
     """Micro-batches in flight on a submesh, summed over its stages: Megatron-LM's warm forwards and one."""
     return min(rounds * micro_batches, (rounds - 1) * groups + 2 * (groups - 1 - group) + 1)
+
+
+def _roomy(stage: Assigned, kept: int, rounds: int, prices: Prices) -> set[Any]:
+    """Plans of answers for stages that share a submesh. Together they store what a single stage there stores, and each of the micro-batches that
+    they keep takes a part of what it takes there."""
+    return {a.plan for a in prices.ask(stage.start, stage.stop, stage.shape) if rounds * a.most_in_flight >= kept}
 
 
 def _assigned(pipeline: Pipeline, runs: Runs, cluster: ClusterSpec, prices: Prices) -> Pipeline:

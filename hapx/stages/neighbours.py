@@ -15,7 +15,7 @@ from hapx.stages.costs import ONE_F_ONE_B, Pipeline, Prices
 from hapx.stages.cutting import Cutter, busy
 from hapx.stages.plain import pipeline_by_hand
 from hapx.stages.simulated import FORWARD
-from hapx.stages.submeshes import Shape, shape_of
+from hapx.stages.submeshes import Shape, shape_of, units
 
 SLOWER = 1.1  # than the slowest stage of the pipeline: no stage of a neighbour is
 Groups = tuple[tuple[int, ...], ...]
@@ -71,10 +71,9 @@ def arrangements(groups: Groups, cluster: ClusterSpec) -> Iterator[Groups]:
 
 
 def _arranged(groups: Groups, cluster: ClusterSpec) -> Iterator[Groups]:
-    units = _units(cluster)
-    held = [[u for u in units if set(u) <= set(g)] for g in groups]
+    held = [[u for u in units(cluster) if set(u) <= set(g)] for g in groups]
     whole = [i for i, g in enumerate(groups) if sum(map(len, held[i])) == len(g)]
-    kinds = {u: shape_of(cluster, u) for u in units}
+    kinds = {u: shape_of(cluster, u) for u in units(cluster)}
 
     def firsts(stage: int) -> list[tuple[int, ...]]:
         """A unit of each kind."""
@@ -101,18 +100,12 @@ def _arranged(groups: Groups, cluster: ClusterSpec) -> Iterator[Groups]:
             yield (*groups[:i], tuple(sorted((*groups[i], *groups[i + 1]))), *groups[i + 2 :])
 
 
-def _units(cluster: ClusterSpec) -> list[tuple[int, ...]]:
-    if len(cluster.machines) == 1:
-        return [(d.index,) for d in cluster.devices]
-    return [tuple(d.index for d in cluster.devices if d.machine == m) for m in range(len(cluster.machines))]
-
-
-def _halves(units: Sequence[tuple[int, ...]], kinds: dict[tuple[int, ...], Shape]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _halves(own: Sequence[tuple[int, ...]], kinds: dict[tuple[int, ...], Shape]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Units apart: one kind and the others, in both orders; of a single kind half and half."""
-    own = list(dict.fromkeys(kinds[u] for u in units))
-    parts = [[u for u in units if kinds[u] == k] for k in own] if len(own) > 1 else [list(units[: len(units) // 2])]
-    for part in parts if len(units) > 1 else ():
-        front, back = (tuple(sorted(d for u in us for d in u)) for us in (part, [u for u in units if u not in part]))
+    unlike = list(dict.fromkeys(kinds[u] for u in own))
+    parts = [[u for u in own if kinds[u] == k] for k in unlike] if len(unlike) > 1 else [list(own[: len(own) // 2])]
+    for part in parts if len(own) > 1 else ():
+        front, back = (tuple(sorted(d for u in us for d in u)) for us in (part, [u for u in own if u not in part]))
         yield front, back
         yield back, front
 

@@ -11,17 +11,16 @@ from itertools import accumulate, chain, pairwise
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.stages.costs import Answer, Assigned, Discipline, Pipeline, Prices, latency
-from hapx.stages.submeshes import ordered, shape_of
+from hapx.stages.submeshes import ordered, shape_of, units
 
 
 def plain_pipelines(work: Sequence[float], cluster: ClusterSpec, prices: Prices, discipline: Discipline, precision: str) -> Iterator[Pipeline]:
     """Those that fit. work: FLOPs per layer."""
-    machines = [[d.index for d in cluster.devices if d.machine == m] for m in range(len(cluster.machines))]
-    units = machines if len(machines) > 1 else [[d] for d in machines[0]]
+    parts = units(cluster)
     seen: set[tuple[int, ...]] = set()
     per_stage = 1
-    while per_stage < len(units):
-        groups = [list(chain.from_iterable(units[i : i + per_stage])) for i in range(0, len(units), per_stage)]
+    while per_stage < len(parts):
+        groups = [list(chain.from_iterable(parts[i : i + per_stage])) for i in range(0, len(parts), per_stage)]
         speeds = [sum(cluster.type_of(d).speed(precision) for d in group) for group in groups]
         for ends in (_ends([1.0] * len(work), [1.0] * len(groups)), _ends(work, speeds)):
             if ends not in seen and all(a < b for a, b in pairwise(ends)):

@@ -92,6 +92,11 @@ def shape_of_parts(cluster: ClusterSpec, parts: Iterable[tuple[tuple[str, ...], 
     return Shape(tuple(sorted(made, key=lambda p: _rank(p, order, 0))))
 
 
+def units(cluster: ClusterSpec) -> tuple[tuple[int, ...], ...]:
+    """What is moved from stage to stage: machines; where there is only one, its devices."""
+    return cluster.members if len(cluster.machines) > 1 else tuple((d,) for d in cluster.members[0])
+
+
 def slices(cluster: ClusterSpec) -> Iterator[tuple[int, ...]]:
     """Every slice of every machine."""
     start = 0

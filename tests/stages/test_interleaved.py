@@ -66,6 +66,18 @@ def test_room_decides_which_answers_are_taken() -> None:
     assert not list(interleavings(pipeline([0, 4, 8, 12], given), 12, CLUSTER, given))
 
 
+def test_stages_of_a_submesh_share_its_memory() -> None:
+    """Parameters take most of it: a quick way has room for one micro-batch beside those of 4 layers, for 12 beside those of 2."""
+
+    def ask(start: int, stop: int, shape: Shape) -> tuple[Answer, ...]:
+        seconds = (stop - start) / sum(CLUSTER.device_types[t].speed("fp32") for t in shape.types)
+        return Answer(seconds, 0.0, 1 if stop - start > 3 else 12, "quick"), Answer(1.2 * seconds, 0.0, 40, "thrifty")
+
+    given = Prices(6, ask, lambda *run: ask(*run)[0], lambda *_: 0.0)
+    found = next(interleavings(pipeline([0, 4, 8, 12], given), 12, CLUSTER, given))
+    assert {s.answer.plan for s in found.stages} == {"thrifty"}
+
+
 @pytest.mark.parametrize("micro_batches", [4, 8, 64])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_equal_stages_take_what_the_closed_form_says(micro_batches: int, rounds: int) -> None:
