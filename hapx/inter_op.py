@@ -49,7 +49,8 @@ PUT_TOGETHER = 3  # are planned stage by stage and simulated exactly,
 CLOSE = 1.04  # those that take so many times as long as the best of them at most
 LIKE = 2  # times the samples of a micro-batch: what was searched for one is carried over to the other
 NEIGHBOURS = 6  # of the best pipeline that are put together, as long as
-NEARBY = 0.003  # of its time may be gained
+NEARBY = 0.003  # of its time may be gained; where memory binds, estimates are worse, and as long as
+UNCERTAIN = 0.005  # of its time is not lost
 MISSES = 2  # times that twice as many micro-batches may be no faster, where memory binds
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
@@ -108,9 +109,9 @@ def _is_tight(plan: Plan) -> bool:
     return any(held > TIGHT * plan.cluster.type_of(d).memory for d, held in enumerate(plan.memory))
 
 
-def _is_thrifty(made: Made) -> bool:
-    """Whether a stage computes blocks again or keeps parameters in shards to save memory."""
-    return any(s.answer.plan != PLAIN for s in made.pipeline.stages)
+def _is_short(made: Made) -> bool:
+    """Whether memory binds: a device is full, or a stage computes blocks again or keeps parameters in shards to save memory."""
+    return _is_tight(made.plan) or any(s.answer.plan != PLAIN for s in made.pipeline.stages)
 
 
 def at_full_speed(asked: Setting) -> float:
@@ -183,7 +184,7 @@ def pipelines(
         todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
     plans.sort(key=lambda m: m.plan.iteration_time)
     missed = 0
-    while more and plans and missed < MISSES and (_is_tight(plans[0].plan) or _is_thrifty(plans[0])):  # smaller ones leave room for quicker programs
+    while more and plans and missed < MISSES and _is_short(plans[0]):  # smaller ones leave room for quicker programs
         number = 2 * max(a.asked.repeats for a in askers)
         if asked.graph.batch % number or number > MANY * _unit(asked.cluster) or (asker := another(number, afresh=True)) is None:
             break
@@ -268,7 +269,7 @@ def _climbed(plans: Sequence[Made], asked: Setting, watch: Callable[[str], None]
     starts = sorted(plans, key=lambda m: m.plan.iteration_time)[:PUT_TOGETHER]
     best = starts[0]
     for _ in range(NEIGHBOURS):
-        limit = (1 - NEARBY) * best.plan.iteration_time
+        limit = (1 + UNCERTAIN if _is_short(best) else 1 - NEARBY) * best.plan.iteration_time
         found: list[tuple[float, Pipeline, Asker]] = []
         for made in starts:
             other = _nearest(made, asked, limit, tried)

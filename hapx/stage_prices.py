@@ -380,7 +380,10 @@ class WholeModel:
             for run, ps in zip(runs, needed, strict=True)
         ]
         # a parameter that several layers use is synchronised where the program converts it: for each of them, where they are apart
-        homes = {p.tensor: [k for k, ps in enumerate(needed) if p in ps] for p in best.program.needs}
+        homes: dict[str, list[int]] = {}
+        for k, ps in enumerate(needed):
+            for name in dict.fromkeys(p.tensor for p in ps):
+                homes.setdefault(name, []).append(k)
         own: list[list[tuple[str, float]]] = [
             [(i.triple.post[0].tensor, _synchronised(step_cost(i, self.graph, self.exact))) for i in run] for run in runs
         ]

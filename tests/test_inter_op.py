@@ -197,9 +197,9 @@ def test_a_pipeline_that_saves_memory_is_short_of_it() -> None:
     pipeline = pipeline_by_hand((0, 1, len(four.layers)), ((0, 1), (2, 3)), SLOW, four.prices(), ONE_F_ONE_B)
     assert pipeline is not None
     made = inter_op.put_together(four, pipeline, AUTO, {})
-    assert made is not None and not inter_op._is_tight(made.plan) and not inter_op._is_thrifty(made)
+    assert made is not None and not inter_op._is_short(made)
     again = [replace(s, answer=replace(s.answer, plan=len(LEVELS) - 1)) if s.start else s for s in pipeline.stages]
-    assert inter_op._is_thrifty(replace(made, pipeline=replace(pipeline, stages=tuple(again))))
+    assert inter_op._is_short(replace(made, pipeline=replace(pipeline, stages=tuple(again))))
 
 
 def test_neighbours_of_a_pipeline_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:

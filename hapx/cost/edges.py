@@ -105,6 +105,7 @@ class EdgePrices:
         self.forms = [f for f in FORMS if f.value in forms] or [Form.PADDED]
         fractions: dict[Placement, int] = {}
         runs: dict[Any, Run | None] = {}
+        self.known: dict[Any, tuple[Sequence[tuple[str, str]], tuple[tuple[Copies, ...], ...]]] = {}  # see `_carried_out`
         rows: dict[tuple[int, str], list[tuple[int, Run, TensorRef]]] = {}
         self.rows: dict[tuple[int, bool], tuple[int, int]] = {}  # (edge, whether what is gathered is freed) -> its part, and its row there
         numbers: dict[tuple[int, str], int] = {}
@@ -138,8 +139,10 @@ class EdgePrices:
     def _alike(self, edge: Edge, free: bool) -> Any:
         """Equal only for edges with one `Run` (placements are the theory's own objects, held by the edges)."""
         ref, axis, before, after, _ = edge
-        flags = ref.kind, ref.requires_grad, ref.bytes <= SCALAR_BYTES, self.costs.computed_again(ref)
-        return axis, id(before), id(after), free, flags
+        return axis, id(before), id(after), free, self._flags(ref)
+
+    def _flags(self, ref: TensorRef) -> tuple[Any, ...]:
+        return ref.kind, ref.requires_grad, ref.bytes <= SCALAR_BYTES, self.costs.computed_again(ref)
 
     def _run(self, edge: Edge, free: bool, fractions: dict[Placement, int]) -> Run | None:
         """None where nothing moves, or the edge is priced otherwise."""
@@ -147,7 +150,7 @@ class EdgePrices:
         if _is_recut(edge):
             return None
         source, target = before.states[axis], after.states[axis]
-        runs = self.costs.collectives(ref, source, target, free)
+        runs, passes = self._carried_out(edge, free)
         if not runs or self.costs.links[axis].size == 1:
             return None
 
@@ -167,9 +170,19 @@ class EdgePrices:
         ahead = float(sum(direction == "forward" for direction, _ in runs))
         shard, longer = (fraction(p) for p in copied(axis, before, after))
         cuts = synchronises or self.costs.links[axis].cuts
-        passes = tuple(self.costs.copies(ref, axis, before, after, form, free) for form in self.forms)
         sharers = self.costs.sharers(axis, after) if synchronises else 0
         return Run(axis, name, first, second, shard, longer, sharers, ahead, len(runs) - ahead, cuts, even, passes)
+
+    def _carried_out(self, edge: Edge, free: bool) -> tuple[Sequence[tuple[str, str]], tuple[tuple[Copies, ...], ...]]:
+        """Collectives of an edge, and what is copied around them in every form. Of the other axes these see only whether one is whole."""
+        ref, axis, before, after, _ = edge
+        source, target = before.states[axis], after.states[axis]
+        shared = any(a != axis and s == REPLICATED for a, s in enumerate(after.states))
+        key = self.costs.number(source), self.costs.number(target), free, shared, self._flags(ref)
+        if key not in self.known:
+            copies = tuple(self.costs.copies(ref, axis, before, after, form, free) for form in self.forms)
+            self.known[key] = self.costs.collectives(ref, source, target, free), copies
+        return self.known[key]
 
     def _part(self, rows: Sequence[tuple[int, Run, TensorRef]]) -> Part:
         numbers, runs, refs = zip(*rows, strict=True)

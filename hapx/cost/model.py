@@ -97,7 +97,7 @@ class CostModel:
         self._forgotten = memory.forgotten(self.graph) if mode == "train" else frozenset()
         self._converted_again = memory.converted_again(self.graph) if mode == "train" else frozenset()
         self._signatures: dict[int, int] = {}
-        self._number = _Numbers()
+        self.number = _Numbers()  # of states, communications and the like, for keys of caches
         self._forms: dict[int, tuple[Triple, Any]] = {}  # by identity of a triple
         self._see(View(theory.mesh, cluster, lengths))
 
@@ -180,7 +180,7 @@ class CostModel:
         """Cost of a node's triple, composites with their communication included, or of a conversion. Alike ones share it."""
         form = self._forms.get(id(triple))
         if form is None or form[0] is not triple:
-            form = self._forms[id(triple)] = triple, self._number.of_value(self._form(triple))
+            form = self._forms[id(triple)] = triple, self.number.of_value(self._form(triple))
         found = self._by_form.get(form[1])
         if found is None:
             found = self._by_form[form[1]] = self._step_of(triple)
@@ -206,10 +206,10 @@ class CostModel:
         assert triple.node is not None
         signature = self._signatures.get(triple.node)
         if signature is None:
-            signature = self._signatures[triple.node] = self._number.of_value(self._signature(triple.node, self.graph.nodes[triple.node]))
+            signature = self._signatures[triple.node] = self.number.of_value(self._signature(triple.node, self.graph.nodes[triple.node]))
         local = tuple(v for n, v in triple.body.args if isinstance(v, Axes) or n == "form") if triple.body.target.startswith("hapx.") else ()
-        where = tuple([self._number.of_placement(p.placement) for p in (*triple.pre, *triple.post)])
-        return signature, where, tuple([self._number(cut) for cut in triple.work]), local
+        where = tuple([self.number.of_placement(p.placement) for p in (*triple.pre, *triple.post)])
+        return signature, where, tuple([self.number(cut) for cut in triple.work]), local
 
     def _signature_of_alike(self, node: Node, number: int) -> Any:
         """Of nodes that call one operator with the same constants on the same shapes and dtypes, what else costs depend on."""
@@ -344,7 +344,7 @@ class CostModel:
     def _route(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> Any:
         """Equal for conversions whose costs are equal at any lengths."""
         again = ref.name in self._converted_again
-        return ref.bytes, ref.kind, ref.name in self._kept, again, tuple([self._number(step) for step in path]), self._number.of_placement(target)
+        return ref.bytes, ref.kind, ref.name in self._kept, again, tuple([self.number(step) for step in path]), self.number.of_placement(target)
 
     def _conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
         found: list[CommunicationCost] = []
@@ -368,8 +368,8 @@ class CostModel:
     def _priced_step(self, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> tuple[list[CommunicationCost], Piece, Piece]:
         """`_step` and what devices copy for it forward and backward, once for all that cost the same: of the other axes only how they cut matters."""
         parameter = ref.kind is Kind.PARAMETER  # of which buckets are summed over several axes together
-        others = tuple([self._number(s) if parameter or isinstance(s, Sharded) else -1 for a, s in enumerate(after.states) if a != step.axis])
-        key = (ref.bytes, parameter, ref.name in self._converted_again, self._number(step), others, after.nest)
+        others = tuple([self.number(s) if parameter or isinstance(s, Sharded) else -1 for a, s in enumerate(after.states) if a != step.axis])
+        key = (ref.bytes, parameter, ref.name in self._converted_again, self.number(step), others, after.nest)
         if key not in self._steps:
             found = self._step(ref, step, before, after)
             ways = self.copies(ref, step.axis, before, after, step.form, step.free) if found else (NO_COPIES, NO_COPIES)

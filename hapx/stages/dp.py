@@ -83,12 +83,13 @@ def solve(
 
 @dataclass(eq=False)
 class _Run:
-    """One number of micro-batches and one discipline. best: of the last search, made at version `seen` of the book."""
+    """One number of micro-batches and one discipline. best: of the last search, made at version `seen` of the book, with its seconds."""
 
     book: Book
     discipline: Discipline
     best: Label | None = None
     seen: int = -1
+    seconds: float = 0.0
 
 
 class _Solver:
@@ -167,13 +168,14 @@ class _Solver:
         found = self._cheapest(run, run.book.arrays(estimates), self._limit(estimates))
         run.seen = run.book.version
         run.best = found[0][1] if found else None
+        run.seconds = found[0][0] if found else run.seconds
         return found[0][0] if found else math.inf
 
     def _cheapest(self, run: _Run, arrays: tuple[Floats, Floats], limit: float, keep: int = 1) -> list[tuple[float, Label]]:
         """The cheapest pipeline of a run; with `keep` > 1, of several numbers of stages."""
         for positions, patience in ((POSITIONS, PATIENCE), (len(run.book.alike), math.inf)):
             searcher = Searcher(Frontier(run.book, run.discipline, *arrays, limit, positions))
-            found = searcher.cheapest(keep > 1, keep, patience)
+            found = searcher.cheapest(keep > 1, keep, patience, run.seconds)
             self.searches, self.labels = self.searches + 1, self.labels + searcher.labels
             if found is not None:
                 return found

@@ -15,10 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hapx.stages.book import NOISE
+from hapx.stages.book import NOISE, Floats, Ints
 from hapx.stages.costs import ONE_WAY
 from hapx.stages.frontier import Frontier
 from hapx.stages.space import Move
+
+MORE = 1.05  # times what is expected: what more is known makes pipelines look slower
+WIDER = 1.25  # times the limit, where nothing is found below it
 
 
 class Choice(NamedTuple):
@@ -53,6 +56,21 @@ class Label(NamedTuple):
         return found
 
 
+class Front(NamedTuple):
+    """A stage of all runs of layers [runs, options], and what goes before it at least; of these, the least of all: seconds in a row, of the slowest
+    stage, and per iteration."""
+
+    micro: Floats
+    update: Floats
+    fits: Ints
+    top: Floats
+    ahead: Floats
+    rest: Floats
+    seconds: float
+    period: float
+    iteration: float
+
+
 class Searcher:
     """A search on one frontier. labels: how many were looked at."""
 
@@ -61,16 +79,20 @@ class Searcher:
         self.prices = frontier.book.prices
         self.labels = 0
         self._crossings: dict[tuple[int, int, int, int], float] = {}
+        self._fronts: dict[tuple[int, int, int, int], Front | None] = {}  # by state, number of the move, last layer, position
 
-    def cheapest(self, apart: bool = False, most: int = 1, patience: float = math.inf) -> list[tuple[float, Label]] | None:
+    def cheapest(self, apart: bool = False, most: int = 1, patience: float = math.inf, expected: float = 0.0) -> list[tuple[float, Label]] | None:
         """The cheapest pipelines below the frontier's limit, best first: one, or with `apart` the best of every number of stages, up to `most`. None
-        where more than `patience` labels would have to be looked at."""
+        where more than `patience` labels would have to be looked at. expected: seconds of the cheapest one, perhaps: the nearer the limit is to
+        them, the quicker this is."""
         if self.frontier.infinite:
             return []
         limit, found = self.frontier.limit, list[tuple[float, Label]]()
-        for factor in (1.2, 1.5, 3.0, math.inf):
-            guess = min(limit, factor * self.frontier.n * self.frontier.least_top)
+        first = limit if apart else max(1.2 * self.frontier.n * self.frontier.least_top, MORE * expected)
+        for factor in (1.0, WIDER, 2 * WIDER, math.inf):
+            guess = factor * first if WIDER * factor * first <= limit else limit
             self.frontier.below(guess)
+            self._fronts.clear()
             found = self._search(apart, most, patience)
             if self.labels > patience:
                 return None
@@ -103,31 +125,47 @@ class Searcher:
     def _children(self, label: Label) -> list[tuple[float, Label]]:
         """Suffixes with one more stage in front that may be below the limit, with the least time they can lead to."""
         frontier, made = self.frontier, []
-        stop, n = label.layer, frontier.n
+        stop, n, hides = label.layer, frontier.n, frontier.discipline.hides
         flight = frontier.discipline.in_flight(n, label.stages + 1)
         position = frontier.position(label.stages + 1)
-        for move in self.space.moves[label.state]:
-            width = min(frontier.width[move.shape], stop)
-            if not width:
+        for number, move in enumerate(self.space.moves[label.state]):
+            key = label.state, number, stop, position
+            if key not in self._fronts:
+                self._fronts[key] = self._front(move, stop, position)
+            front = self._fronts[key]
+            if front is None:
                 continue
-            runs = np.s_[stop - width : stop]
-            micro, iteration = frontier.micro[move.shape, runs, stop], frontier.iteration[move.shape, runs, stop]
             crossing = self._crossing(label, move.shape)
-            total = label.total + micro + crossing
-            hides = frontier.discipline.hides
+            least = label.total + crossing + front.seconds + (n - 1) * max(label.period, front.period)
+            if least + max(label.iteration, front.iteration) >= frontier.limit:
+                continue
+            total = label.total + front.micro + crossing
             behind = ONE_WAY * (crossing + (label.choice.crossing if label.choice is not None else 0.0))  # of the stage behind the new one
-            period = np.maximum(label.period, np.maximum(micro, behind) if hides else micro + crossing)
-            update = np.maximum(label.iteration, iteration)
-            top = np.maximum(period, frontier.top[move.target, position, runs, None])
-            ahead = frontier.sums[move.target, position, :, runs, None]
-            least = (ahead + (n - 1) * np.maximum(top, frontier.before[:, None, None])).min(axis=0) if n > 1 else ahead[0]
-            value = total + least + np.maximum(update, frontier.rest[move.target, runs, None])
-            value = np.where(self.book.fits[move.shape, runs, stop] >= flight, value, np.inf)
+            period = np.maximum(label.period, np.maximum(front.micro, behind) if hides else front.micro + crossing)
+            update = np.maximum(label.iteration, front.update)
+            top = np.maximum(period, front.top)
+            rest = (front.ahead + (n - 1) * np.maximum(top, frontier.before[:, None, None])).min(axis=0) if n > 1 else front.ahead[0]
+            value = total + rest + np.maximum(update, front.rest)
+            value = np.where(front.fits >= flight, value, np.inf)
             for i, option in np.argwhere(value < frontier.limit).tolist():
-                choice = Choice(stop - width + i, stop, option, move, crossing)
+                choice = Choice(stop - len(total) + i, stop, option, move, crossing)
                 c, m, u = (float(a[i, option]) for a in (total, period, update))
                 made.append((float(value[i, option]), Label(choice.start, move.target, label.stages + 1, c, m, u, choice, label)))
         return made
+
+    def _front(self, move: Move, stop: int, position: int) -> Front | None:
+        """What is known of a stage that a move makes before layer `stop`, and of what goes before; None where nothing is of interest."""
+        frontier = self.frontier
+        width = min(frontier.width[move.shape], stop)
+        if not width:
+            return None
+        runs = np.s_[stop - width : stop]
+        at = move.shape, runs, stop
+        micro, update, fits = frontier.micro[at], frontier.iteration[at], self.book.fits[at]
+        top, ahead = frontier.top[move.target, position, runs, None], frontier.sums[move.target, position, :, runs, None]
+        rest = frontier.rest[move.target, runs, None]
+        seconds, period, iteration = (micro + ahead.min(axis=0)).min(), np.maximum(micro, top).min(), np.maximum(update, rest).min()
+        return Front(micro, update, fits, top, ahead, rest, float(seconds), float(period), float(iteration))
 
     def _crossing(self, label: Label, shape: int) -> float:
         if label.choice is None:

@@ -7,9 +7,11 @@ card, in each direction; cotangents wait behind activations; how many micro-batc
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from itertools import islice, pairwise
 
 from hapx.cluster.spec import ClusterSpec
+from hapx.plan import Schedule
 from hapx.schedules import Crossing, Seconds, Style, hidings, make, timetable
 from hapx.stages.costs import ONE_WAY, Assigned, Pipeline
 
@@ -33,7 +35,7 @@ def simulated(pipeline: Pipeline, cluster: ClusterSpec) -> float:
     styles = ["interleaved"] if len(numbers) < len(stages) else _fitting(pipeline, hidings(seconds, crossings))
 
     def total(style: str, micro_batches: int) -> float:
-        return timetable(make(style, groups, crossings, (1,) * micro_batches), seconds).total
+        return timetable(_schedule(style, tuple(groups), micro_batches), seconds).total
 
     number, some = pipeline.micro_batches, ENOUGH * len(numbers)
     if number <= some:
@@ -41,6 +43,12 @@ def simulated(pipeline: Pipeline, cluster: ClusterSpec) -> float:
     # in between, a pipeline repeats itself
     at = {style: (total(style, some - len(numbers)), total(style, some)) for style in styles}
     return min(late + (late - early) / len(numbers) * (number - some) for early, late in at.values())
+
+
+@lru_cache(maxsize=128)
+def _schedule(style: str, groups: tuple[int, ...], micro_batches: int) -> Schedule:
+    """Of stages that pass on to the next one: many pipelines have the same one."""
+    return make(style, groups, [Crossing(i, i + 1) for i in range(len(groups) - 1)], (1,) * micro_batches)
 
 
 def _links(source: Assigned, target: Assigned, cluster: ClusterSpec) -> tuple[Hashable, ...]:

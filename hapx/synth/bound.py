@@ -42,8 +42,14 @@ class Bound:
         """Per weight vector, a lower bound of the cost of steps `level` and later when `place` is available."""
         known = self._at[level]
         if place not in known:
-            known[place] = self._rest(level, place)
+            known[place] = self._rest(level, place, self._context(level, place))
         return known[place]
+
+    def quick(self, level: int, place: int) -> Vector | None:
+        """As `rest`, but parameters that are used again are free; None where `rest` takes no longer, because their prices are known."""
+        if place in self._at[level] or self.relaxation.knows(self._uses(level, place)):
+            return None
+        return self._rest(level, place, self.relaxation.context(()))
 
     def estimate(self, cost: float, forward: Vector, backward: Vector, rest: Vector) -> float:
         """Cost plus the bound of the rest with these pending vectors."""
@@ -77,12 +83,14 @@ class Bound:
         return self._steps[key]
 
     def _context(self, level: int, place: int) -> Context:
-        return self.relaxation.context(tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self.outline.stored[level]]))
+        return self.relaxation.context(self._uses(level, place))
 
-    def _rest(self, level: int, place: int) -> Vector:
+    def _uses(self, level: int, place: int) -> tuple[Use, ...]:
+        return tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self.outline.stored[level]])
+
+    def _rest(self, level: int, place: int, context: Context) -> Vector:
         if level == len(self.problem.steps):
             return self.none
-        context = self._context(level, place)
         found = [self._part(level, context, -1, 0)]
         for i, (_, table, _, shift) in enumerate(self.outline.values[level]):
             found.append(self._part(level, context, i, place >> shift & table.full))

@@ -190,7 +190,11 @@ class Synthesis:
             return
         spent = estimate = cost + max(pf) + max(pb)
         if bounded and level < self.depth:
-            estimate = max(estimate, self.bound.estimate(cost + self._priced(memory), pf, pb, self.bound.rest(level, place)))
+            paid, quick = cost + self._priced(memory), self.bound.quick(level, place)
+            if quick is not None and self.bound.estimate(paid, pf, pb, quick) >= limit:
+                self.bounded += 1
+                return
+            estimate = max(estimate, self.bound.estimate(paid, pf, pb, self.bound.rest(level, place)))
         if estimate < limit:
             yield State(level, place, cost, pf, pb, memory, estimate, spent, state, move, rounds)
         else:

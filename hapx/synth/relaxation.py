@@ -148,6 +148,10 @@ class Relaxation:
             self._contexts[uses] = self._contextual(uses)
         return self._contexts[uses]
 
+    def knows(self, uses: tuple[Use, ...]) -> bool:
+        """Whether there is a table for these already."""
+        return not uses or uses in self._contexts
+
     def _contextual(self, uses: tuple[Use, ...]) -> Context:
         """From the last use backward. What the context adds soon is the same everywhere: from there on the least that it adds is a bound,
         because adding a constant to a table adds it to the table one step before."""

@@ -154,26 +154,39 @@ def program_key(theory: Theory) -> ProgramKey:
 
 def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET, wide: bool = True) -> State | None:
     """First good programs, so that most of what the search would generate is above the best of them: those that were found at other shares, or else
-    those that people write by hand and what beams find."""
+    those that people write by hand and what beams find. Where the best is not wanted exactly, the search hardly ever finds a better one, so it is
+    short."""
     problem = domain.problem
     found = [state for last in problem.programs if (state := domain.follow(last)) is not None]
     best = min(found, key=lambda s: s.estimate, default=None)
+    within = _tolerance(problem) if tolerance is None else tolerance
     if best is None:
-        if problem.seeds is None:
-            problem.seeds = seeds(problem)
-        for seed in [*problem.seeds, None]:
-            domain.only = seed
-            best = beam(domain, 1, statistics, best)
-        domain.only = None
-        best = beam(domain, WIDTH, statistics, best)
+        best = _incumbent(domain, statistics, within)
     own = Statistics()
-    best = search(domain, own, best, budget, _tolerance(problem) if tolerance is None else tolerance, problem.watch)
+    best = search(domain, own, best, BUDGET // 6 if problem.within else budget, within, problem.watch)
     if wide:
         best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1])
     statistics.add(own)
     if best is not None:
         problem.programs[:] = [best, *problem.programs[: REMEMBERED - 1]]
     return _counted(domain, statistics, best)
+
+
+def _incumbent(domain: Synthesis, statistics: Statistics, within: float) -> State | None:
+    """A good program of beams: of a narrow one for every seed, and of a narrow and a wide one that may choose whatever they like. Where the best is
+    not wanted exactly, these two come first, and the seeds only if it may be further off than that."""
+    problem, best = domain.problem, None
+    if problem.seeds is None:
+        problem.seeds = seeds(problem)
+    narrow, free = [(seed, 1) for seed in problem.seeds], [(None, 1), (None, WIDTH)]
+    start = domain.start()
+    for only, width in [*free, *narrow] if problem.within else [*narrow, *free]:
+        if best is not None and width == 1 and start is not None and start.estimate >= best.estimate * (1 - within):
+            break
+        domain.only = only
+        best = beam(domain, width, statistics, best)
+    domain.only = None
+    return best
 
 
 def _counted(domain: Synthesis, statistics: Statistics, best: State | None) -> State | None:
