@@ -363,10 +363,11 @@ def plan_module(
 
     if rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1:
         return whole()
+    from hapx.fewer import with_fewer
     from hapx.inter_op import plan_with_stages
 
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
-    return plan_with_stages(asked, whole, part, micro_batches if isinstance(micro_batches, int) else None)
+    return with_fewer(asked, plan_with_stages(asked, whole, part, micro_batches if isinstance(micro_batches, int) else None))
 
 
 def _without_parts(error: CaptureError, batch: int, number: int, *, asked_for: bool) -> HapError:

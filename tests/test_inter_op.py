@@ -227,6 +227,19 @@ def test_neighbours_of_a_pipeline_are_candidates(monkeypatch: pytest.MonkeyPatch
     assert climbed.iteration_time <= 1.02 * found.iteration_time
 
 
+def test_where_memory_binds_neighbours_may_look_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    four, limits = asker(4), list[float]()
+    pipeline = pipeline_by_hand((0, 1, len(four.layers)), ((0, 1), (2, 3)), SLOW, four.prices(), ONE_F_ONE_B)
+    assert pipeline is not None
+    made = inter_op.put_together(four, pipeline, AUTO, {})
+    assert made is not None
+    monkeypatch.setattr(inter_op, "_nearest", lambda made, asked, limit, tried: limits.append(limit))
+    for short in (False, True):
+        monkeypatch.setattr(inter_op, "_is_short", lambda _, short=short: short)
+        assert inter_op._climbed([made], four.asked, lambda _: None, set()) is made
+    assert limits[0] < made.plan.iteration_time < limits[1]
+
+
 def test_of_equal_machines_a_power_of_two_is_searched() -> None:
     cluster = slow_devices(*[["slow", "slow"]] * 5, ["fast", "fast"])
     five, mixed = shape_of(cluster, range(10)), shape_of(cluster, range(4, 12))

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hapx.plan import Copy, Plan, Stage
 from hapx.predict import Staged
-from hapx.report.stages import devices_text, layers_text
+from hapx.report.stages import devices_line, layers_text
 from hapx.simulate import simulate
 
 
@@ -33,8 +33,7 @@ def stage_plan(staged: Staged, number: int) -> Plan:
 def heading(plan: Plan, number: int) -> str:
     """ "stage 1, devices 2-3: 2 V100, layers blocks.2-3, head"."""
     devices = plan.stages[number].devices
-    where = " + ".join(" ".join(line.split()) for line in devices_text(plan, devices).splitlines())
-    return f"stage {number}, device{'s' if len(devices) > 1 else ''} {where}, layers {layers_text(plan, number)}"
+    return f"stage {number}, device{'s' if len(devices) > 1 else ''} {devices_line(plan, devices)}, layers {layers_text(plan, number)}"
 
 
 def by_stage(plan: Plan, explain: Callable[[Plan], str], said: str = "one micro-batch") -> str:

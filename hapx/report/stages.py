@@ -46,6 +46,11 @@ def devices_text(plan: Plan, devices: tuple[int, ...]) -> str:
     return "\n".join([f"{ranges_text(devices)}: {runs[0][1]} {runs[0][0]}", *(f"  {count} {name}" for name, count in runs[1:])])
 
 
+def devices_line(plan: Plan, devices: tuple[int, ...]) -> str:
+    """ "0-5: 4 V100 + 2 P100"."""
+    return " + ".join(" ".join(line.split()) for line in devices_text(plan, devices).splitlines())
+
+
 def _memory(plan: Plan, devices: tuple[int, ...]) -> str:
     fullest = max(devices, key=lambda d: plan.memory[d] / plan.cluster.type_of(d).memory)
     capacity = plan.cluster.type_of(fullest).memory

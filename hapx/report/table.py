@@ -19,7 +19,7 @@ from hapx.report.render import new_table, render
 from hapx.report.search import proven_lines
 from hapx.report.segments import rows_table
 from hapx.report.split import time_split
-from hapx.report.stages import crossings_table, idle_lines, schedule_text, stages_table, throughput_line
+from hapx.report.stages import crossings_table, devices_line, idle_lines, schedule_text, stages_table, throughput_line
 from hapx.report.words import Vocabulary, devices_text, share_text, size_text, time_text
 from hapx.states import Property, Sharded
 
@@ -154,12 +154,23 @@ def times_text(plan: Plan, against: Plan | None = None) -> str:
     if isinstance(baselines, dict) and baselines:
         known = [f"{name} {time_text(t)}" for name, t in baselines.items() if isinstance(t, int | float)]
         lines.append(f"baselines: {', '.join(known)}")
-    lines += [*coverage_lines(plan.statistics.get("coverage")), *proven_lines(plan)]
+    lines += [*coverage_lines(plan.statistics.get("coverage")), *proven_lines(plan), *fewer_lines(plan)]
     told = {name: plan.statistics.get(f"{name}_time") for name in ("capture", "theory", "search", "simulation")}
     spent = {name: t for name, t in told.items() if isinstance(t, int | float)}
     if spent:
         lines.append(f"planning took: {', '.join(f'{name} {time_text(t)}' for name, t in spent.items())}")
     return "\n".join(lines)
+
+
+def fewer_lines(plan: Plan) -> list[str]:
+    """Devices that would be faster without the others, by `plan.statistics["fewer"]`."""
+    found = plan.statistics.get("fewer")
+    if not isinstance(found, Mapping):
+        return []
+    devices, seconds = tuple(found["devices"]), float(found["seconds"])
+    where = f"device{'s' if len(devices) > 1 else ''} {devices_line(plan, devices)}"
+    less = f"{time_text(seconds)}, {1 - seconds / plan.iteration_time:.0%} less"
+    return [f"FASTER WITH FEWER: {where} alone would take {less}; a cluster file without the others makes that plan"]
 
 
 def coverage_lines(found: Any) -> list[str]:

@@ -80,6 +80,25 @@ def test_bound_never_exceeds_the_cheapest_completion() -> None:
     assert rich > 30
 
 
+def test_what_is_asked_first_is_not_above_the_bound() -> None:
+    """A state is dropped by the quick bound only where the other one drops it, too."""
+    checked = lower = 0
+    for seed in (4, 6, 10, 15):
+        theory = toy.random_theory(seed, toy.FLAT, nodes=8, triples=2, states=2, parameters=3, twice=3)
+        problem = build(theory, toy.ToyCosts(toy.FLAT, seed, KINDS[2]), Restriction(forms=frozenset({"padded"})))
+        domain, fresh = (Synthesis(problem, toy.shares(theory, 2, seed), None) for _ in range(2))
+        for number in range(3):
+            for state in walk(domain, Random(number)):
+                quick, rest = fresh.bound.quick(state.level, state.place), domain.bound.rest(state.level, state.place)
+                if quick is None:
+                    continue
+                assert all(q <= r * (1 + 1e-9) + 1e-12 for q, r in zip(quick, rest, strict=True)), (seed, number, state.level)
+                checked, lower = checked + 1, lower + (max(quick) < max(rest) * (1 - 1e-9))
+    print(f"{checked} states, {lower} with a lower quick bound")
+    assert checked > 20
+    assert lower > 5
+
+
 def test_of_many_parameters_that_are_used_again_the_largest_are_priced() -> None:
     """Each more multiplies the tables that a search needs: a block that is called four times would take minutes."""
     checked = 0

@@ -1,0 +1,53 @@
+"""Whether a part of the devices, with only quick links between them, would be faster than all of them.
+
+In: a setting of the whole model, a plan of all devices. Out: the plan, whose statistics name such a part. Every plan uses all devices that its
+cluster file names; where links are slow and models small one machine, or one device, may take less time, and people should know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from hapx.alternation import Counters, Setting
+from hapx.cluster.spec import ClusterSpec
+from hapx.errors import InsufficientMemoryError, PlanError
+from hapx.inter_op import at_full_speed
+from hapx.plan import Plan
+from hapx.planner import plan_spmd
+from hapx.stages.submeshes import shape_of
+from hapx.theory.discover import discover
+
+WORTH = 0.05  # of the time: what less would be gained is not told
+
+
+def with_fewer(asked: Setting, plan: Plan) -> Plan:
+    """The plan, with the fastest part of the devices in `plan.statistics["fewer"]` (devices, seconds) if it is faster than all of them, run by one
+    program. A part that would be slower even at full speed is not planned."""
+    if asked.rule.mesh not in ("auto", "flat") or isinstance(asked.rule.ratios, tuple):
+        return plan
+    best, found = (1 - WORTH) * plan.iteration_time, None
+    graph, rule = discover(asked.graph), replace(asked.rule, segments="none")
+    own = [replace(asked, graph=graph, rule=rule, cluster=asked.cluster.part(devices), progress=None, old=None) for devices in parts(asked.cluster)]
+    for devices, setting in sorted(zip(parts(asked.cluster), own, strict=True), key=lambda item: at_full_speed(item[1])):
+        if at_full_speed(setting) >= best:
+            break
+        with suppress(InsufficientMemoryError, PlanError):
+            seconds = plan_spmd(setting, Counters())[0].time
+            best, found = (seconds, devices) if seconds < best else (best, found)
+    if found is None:
+        return plan
+    return replace(plan, statistics={**plan.statistics, "fewer": {"devices": found, "seconds": best}})
+
+
+def parts(cluster: ClusterSpec) -> Iterator[tuple[int, ...]]:
+    """Machines, their devices of each type, and one of these; of those that no cost can tell apart the first."""
+    seen = {shape_of(cluster, range(cluster.num_devices))}
+    for members in cluster.members:
+        kinds = dict.fromkeys(cluster.devices[d].type for d in members)
+        alike = [tuple(d for d in members if cluster.devices[d].type == kind) for kind in kinds]
+        for devices in (members, *alike, *(own[:1] for own in alike)):
+            if (shape := shape_of(cluster, devices)) not in seen:
+                seen.add(shape)
+                yield devices
