@@ -8,7 +8,7 @@ rather than the best: what was planned exactly corrects answers (`hapx.stage_pri
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, Prices
@@ -60,8 +60,9 @@ def _moved(ends: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def arrangements(groups: Groups, cluster: ClusterSpec) -> Iterator[Groups]:
     """Devices of the stages as they are; with a unit moved from one stage to another; two of unlike kinds exchanged; two stages in each other's
-    place; two neighbours as one stage; one stage as two. A unit is a machine; where there is only one, a device of it. Stages that have a part of a
-    machine keep it. Of arrangements that no cost can tell apart only the first comes."""
+    place; two neighbours as one stage; one stage as two. A unit is a machine; where there is only one, a device of it. Stages inside of a machine
+    are halved, and two neighbours in one machine joined; else a part of a machine stays where it is. Of arrangements that no cost can tell apart
+    only the first comes."""
     seen: set[tuple[Shape, ...]] = set()
     for made in (groups, *_arranged(groups, cluster)):
         key = tuple(shape_of(cluster, g) for g in made)
@@ -97,7 +98,21 @@ def _arranged(groups: Groups, cluster: ClusterSpec) -> Iterator[Groups]:
         for front, back in _halves(held[i], kinds):
             yield (*groups[:i], front, back, *groups[i + 1 :])
         if i + 1 in whole and len(groups) > 2:
-            yield (*groups[:i], tuple(sorted((*groups[i], *groups[i + 1]))), *groups[i + 2 :])
+            yield _joined(groups, i)
+    inside = [{cluster.devices[d].machine for d in g} for g in groups] if len(cluster.machines) > 1 else []
+    for i, machines in enumerate(inside):
+        if len(machines) == 1 and len(groups[i]) > 1:
+            own = sorted(groups[i])
+            half = 1 << (len(own) - 1).bit_length() - 1
+            for front, back in permutations((tuple(own[:half]), tuple(own[half:]))):
+                yield (*groups[:i], front, back, *groups[i + 1 :])
+        if len(machines) == 1 and machines in inside[i + 1 : i + 2] and len(groups) > 2:
+            yield _joined(groups, i)
+
+
+def _joined(groups: Groups, at: int) -> Groups:
+    """A stage and the next one as one."""
+    return (*groups[:at], tuple(sorted((*groups[at], *groups[at + 1]))), *groups[at + 2 :])
 
 
 def _halves(own: Sequence[tuple[int, ...]], kinds: dict[tuple[int, ...], Shape]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -50,7 +50,7 @@ def test_arrangements_of_machines() -> None:
     assert sorted(found) == sorted([
         ((0, 1), (2, 3, 4, 5)),
         ((0, 1, 2, 3), (4, 5)), ((2, 3), (0, 1, 4, 5)), ((2, 3, 4, 5), (0, 1)),
-        ((0, 1), (2, 3), (4, 5)),
+        ((0, 1), (2, 3), (4, 5)), ((0,), (1,), (2, 3, 4, 5)),
     ])  # fmt: skip
     three = list(arrangements(((2, 3), (0, 1), (4, 5)), MACHINES))
     assert ((2, 3), (0, 1, 4, 5)) in three  # together
@@ -67,17 +67,27 @@ def test_arrangements_of_one_machine_move_devices() -> None:
 
 
 def test_a_part_of_a_machine_stays_where_it_is() -> None:
+    """But for parts of one machine, which are joined."""
     found = list(arrangements(((0,), (1,), (2, 3), (4, 5)), MACHINES))
-    assert all(groups[:2] == ((0,), (1,)) for groups in found)
+    assert ((0, 1), (2, 3), (4, 5)) in found
+    assert all(groups[:2] == ((0,), (1,)) for groups in found if groups[0] != (0, 1))
     assert ((0,), (1,), (2, 3, 4, 5)) in found
+
+
+def test_a_machine_is_halved() -> None:
+    """At a power of two; both ways round where the halves are unlike."""
+    cluster = slow_devices(["fast", "fast", "slow"], ["slow", "slow"])
+    found = list(arrangements(((0, 1, 2), (3, 4)), cluster))
+    assert {((0, 1), (2,), (3, 4)), ((2,), (0, 1), (3, 4)), ((0, 1, 2), (3,), (4,))} <= set(found)
+    assert ((0,), (1,), (2,), (3, 4)) in list(arrangements(((0, 1), (2,), (3, 4)), cluster))
 
 
 def test_a_layer_moved_over_a_boundary_is_a_neighbour() -> None:
     prices = random_prices(random.Random(0), MACHINES, 4)
     given = pipeline_by_hand((0, 3, LAYERS), ((0, 1), (2, 3, 4, 5)), MACHINES, prices, ONE_F_ONE_B)
     assert given is not None
-    found = [(tuple(s.devices for s in p.stages), p.stages[0].stop) for p in neighbours(given, LAYERS, MACHINES, prices)]
-    assert {(((0, 1), (2, 3, 4, 5)), stop) for stop in (2, 4)} <= set(found)
+    found = [(tuple(s.devices for s in p.stages), tuple(s.stop for s in p.stages)) for p in neighbours(given, LAYERS, MACHINES, prices)]
+    assert {(((0, 1), (2, 3, 4, 5)), (stop, LAYERS)) for stop in (2, 4)} <= set(found)
     assert len(found) == len(set(found))
 
 
