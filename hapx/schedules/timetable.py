@@ -78,10 +78,22 @@ class Timetable:
 
 def timetable(schedule: Schedule, seconds: Seconds, ties: Iterable[Iterable[int]] = ()) -> Timetable:
     """The schedule in time. ties: sets of stages that share a parameter. The schedule must have passed `check`."""
-    clock = _Clock(schedule, seconds, tied_stages(ties, len(seconds.forward)))
+    clock = _Clock(_Known.of(schedule), seconds, tied_stages(ties, len(seconds.forward)))
     clock.run()
     spans = tuple(tuple(sorted(s, key=lambda span: span.start)) for s in clock.spans)
     return Timetable(spans, clock.total)
+
+
+def duration_of(schedule: Schedule) -> Callable[[Seconds], float]:
+    """`Timetable.total` by the seconds of the parts, without ties: what does not depend on these is found once, and no spans are kept."""
+    known = _Known.of(schedule)
+
+    def total(seconds: Seconds) -> float:
+        clock = _Clock(known, seconds, tied_stages((), len(seconds.forward)), keeps=False)
+        clock.run()
+        return clock.total
+
+    return total
 
 
 def _covered(spans: Iterable[Span]) -> float:
@@ -93,12 +105,26 @@ def _covered(spans: Iterable[Span]) -> float:
     return total
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What a schedule says whatever its parts take. group_of: of each stage. receives: per group, what each run needs."""
+
+    actions: tuple[tuple[Action, ...], ...]
+    group_of: dict[int, int]
+    receives: list[dict[tuple[str, int, int], list[Action]]]
+
+    @staticmethod
+    def of(schedule: Schedule) -> _Known:
+        group_of = {a.stage: g for g, actions in enumerate(schedule.actions) for a in actions}
+        return _Known(schedule.actions, group_of, [receives_by_run(actions) for actions in schedule.actions])
+
+
 class _Clock:
-    def __init__(self, schedule: Schedule, seconds: Seconds, tied: tuple[frozenset[int], ...]):
-        self.actions, self.seconds, self.tied = schedule.actions, seconds, tied
-        size = len(schedule.actions)
-        self.group_of = {a.stage: g for g, actions in enumerate(schedule.actions) for a in actions}
-        self.receives = [receives_by_run(actions) for actions in schedule.actions]
+    def __init__(self, known: _Known, seconds: Seconds, tied: tuple[frozenset[int], ...], keeps: bool = True):
+        """keeps: spans; else only the total."""
+        self.actions, self.seconds, self.tied, self.keeps = known.actions, seconds, tied, keeps
+        self.group_of, self.receives = known.group_of, known.receives
+        size = len(known.actions)
         self.spans: list[list[Span]] = [[] for _ in range(size)]
         self.place, self.running = [0] * size, [False] * size
         self.started: set[Action] = set()  # receives that one end has started
@@ -116,7 +142,6 @@ class _Clock:
         while self.events:
             self.now, _, happen = heappop(self.events)
             happen()
-        self.total = max((s.stop for spans in self.spans for s in spans), default=0.0)
         assert all(p == len(a) for p, a in zip(self.place, self.actions, strict=True)), "the schedule is stuck: check it first"
 
     def advance(self, group: int) -> None:
@@ -187,7 +212,9 @@ class _Clock:
     def span(self, group: int, stream: Lane, action: Action, duration: float, start: float | None = None) -> None:
         if duration > 0:
             start = self.now if start is None else start
-            self.spans[group].append(Span(span_text(action), stream, start, start + duration, action))
+            self.total = max(self.total, start + duration)
+            if self.keeps:
+                self.spans[group].append(Span(span_text(action), stream, start, start + duration, action))
 
     def after(self, duration: float, happen: Callable[[], None]) -> None:
         self.count += 1

@@ -6,13 +6,12 @@ card, in each direction; cotangents wait behind activations; how many micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from itertools import islice, pairwise
 
 from hapx.cluster.spec import ClusterSpec
-from hapx.plan import Schedule
-from hapx.schedules import Crossing, Seconds, Style, hidings, make, timetable
+from hapx.schedules import Crossing, Seconds, Style, duration_of, hidings, make
 from hapx.stages.costs import ONE_WAY, Assigned, Pipeline
 
 ENOUGH = 6  # micro-batches per submesh, until a pipeline repeats itself
@@ -35,7 +34,7 @@ def simulated(pipeline: Pipeline, cluster: ClusterSpec) -> float:
     styles = ["interleaved"] if len(numbers) < len(stages) else _fitting(pipeline, hidings(seconds, crossings))
 
     def total(style: str, micro_batches: int) -> float:
-        return timetable(_schedule(style, tuple(groups), micro_batches), seconds).total
+        return _duration(style, tuple(groups), micro_batches)(seconds)
 
     number, some = pipeline.micro_batches, ENOUGH * len(numbers)
     if number <= some:
@@ -46,9 +45,9 @@ def simulated(pipeline: Pipeline, cluster: ClusterSpec) -> float:
 
 
 @lru_cache(maxsize=128)
-def _schedule(style: str, groups: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Of stages that pass on to the next one: many pipelines have the same one."""
-    return make(style, groups, [Crossing(i, i + 1) for i in range(len(groups) - 1)], (1,) * micro_batches)
+def _duration(style: str, groups: tuple[int, ...], micro_batches: int) -> Callable[[Seconds], float]:
+    """Of stages that pass on to the next one: many pipelines have the same schedule."""
+    return duration_of(make(style, groups, [Crossing(i, i + 1) for i in range(len(groups) - 1)], (1,) * micro_batches))
 
 
 def _links(source: Assigned, target: Assigned, cluster: ClusterSpec) -> tuple[Hashable, ...]:

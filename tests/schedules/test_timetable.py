@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hapx.plan import Action, Schedule
-from hapx.schedules import Crossing, Seconds, Timetable, hidings, make, timetable
+from hapx.schedules import Crossing, Seconds, Timetable, duration_of, hidings, make, timetable
 from hapx.schedules.warm import round_trips, shortest_period
 from support.pipelines import Pipeline, chain, pipelines
 
@@ -113,6 +113,17 @@ def test_longest_path_of_a_shared_link(pipeline: Pipeline, data: st.DataObject) 
     served = sorted((x for spans in found.spans for x in spans if x.stream == "receive"), key=lambda x: x.start)
     links = {later.action: earlier.action for earlier, later in pairwise(served)}
     assert found.total == longest_path(schedule, s, pipeline, links)
+
+
+@given(pipelines(), st.data())
+@settings(max_examples=50)
+def test_the_duration_is_that_of_the_timetable(pipeline: Pipeline, data: st.DataObject) -> None:
+    """Also of other seconds, one after another."""
+    schedule = pipeline.make()
+    found = duration_of(schedule)
+    for _ in range(2):
+        s = data.draw(seconds(pipeline))
+        assert found(s) == timetable(schedule, s).total
 
 
 def assert_apart(spans: list[tuple[float, float]]) -> None:
