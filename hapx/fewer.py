@@ -6,6 +6,7 @@ cluster file names; where links are slow and models small one machine, or one de
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -27,7 +28,18 @@ def with_fewer(asked: Setting, plan: Plan) -> Plan:
     program. A part that would be slower even at full speed is not planned."""
     if asked.rule.mesh not in ("auto", "flat") or isinstance(asked.rule.ratios, tuple):
         return plan
-    best, found = (1 - WORTH) * plan.iteration_time, None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is to be said of the model was said before
+        found = _fastest(asked, (1 - WORTH) * plan.iteration_time)
+    if found is None:
+        return plan
+    devices, seconds = found
+    return replace(plan, statistics={**plan.statistics, "fewer": {"devices": devices, "seconds": seconds}})
+
+
+def _fastest(asked: Setting, best: float) -> tuple[tuple[int, ...], float] | None:
+    """The part that takes least, with its seconds; None where none takes less than `best`."""
+    found: tuple[tuple[int, ...], float] | None = None
     graph, rule = discover(asked.graph), replace(asked.rule, segments="none")
     own = [replace(asked, graph=graph, rule=rule, cluster=asked.cluster.part(devices), progress=None, old=None) for devices in parts(asked.cluster)]
     for devices, setting in sorted(zip(parts(asked.cluster), own, strict=True), key=lambda item: at_full_speed(item[1])):
@@ -35,10 +47,8 @@ def with_fewer(asked: Setting, plan: Plan) -> Plan:
             break
         with suppress(InsufficientMemoryError, PlanError):
             seconds = plan_spmd(setting, Counters())[0].time
-            best, found = (seconds, devices) if seconds < best else (best, found)
-    if found is None:
-        return plan
-    return replace(plan, statistics={**plan.statistics, "fewer": {"devices": found, "seconds": best}})
+            best, found = (seconds, (devices, seconds)) if seconds < best else (best, found)
+    return found
 
 
 def parts(cluster: ClusterSpec) -> Iterator[tuple[int, ...]]:
