@@ -39,16 +39,23 @@ def with_fewer(asked: Setting, plan: Plan) -> Plan:
 
 def _fastest(asked: Setting, best: float) -> tuple[tuple[int, ...], float] | None:
     """The part that takes least, with its seconds; None where none takes less than `best`."""
-    found: tuple[tuple[int, ...], float] | None = None
-    graph, rule = discover(asked.graph), replace(asked.rule, segments="none")
-    own = [replace(asked, graph=graph, rule=rule, cluster=asked.cluster.part(devices), progress=None, old=None) for devices in parts(asked.cluster)]
-    for devices, setting in sorted(zip(parts(asked.cluster), own, strict=True), key=lambda item: at_full_speed(item[1])):
-        if at_full_speed(setting) >= best:
+    settings = {devices: _of_part(asked, devices) for devices in parts(asked.cluster)}
+    least = {devices: at_full_speed(setting) for devices, setting in settings.items()}
+    possible = sorted((devices for devices in settings if least[devices] < best), key=least.__getitem__)
+    if not possible:
+        return None
+    graph, found = discover(asked.graph), None
+    for devices in possible:
+        if least[devices] >= best:
             break
         with suppress(InsufficientMemoryError, PlanError):
-            seconds = plan_spmd(setting, Counters())[0].time
+            seconds = plan_spmd(replace(settings[devices], graph=graph), Counters())[0].time
             best, found = (seconds, (devices, seconds)) if seconds < best else (best, found)
     return found
+
+
+def _of_part(asked: Setting, devices: tuple[int, ...]) -> Setting:
+    return replace(asked, rule=replace(asked.rule, segments="none"), cluster=asked.cluster.part(devices), progress=None, old=None)
 
 
 def parts(cluster: ClusterSpec) -> Iterator[tuple[int, ...]]:
