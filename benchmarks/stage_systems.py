@@ -8,9 +8,9 @@ is replaced there for the time of the call:
     islands              the space, and neighbours of its best pipeline: no submesh with devices of two types
     SPMD, micro-batches  no program: one stage on all devices (gradients are accumulated)
     equal layers, dp+pp  the program itself: as many layers in every stage, a stage per machine, per two machines, ... ; schedule 1F1B,
-                         and nothing near these is looked at.
+                         and nothing near these is looked at, nor parts of layers.
                          dp+pp also under a restriction: only the batch is split, every parameter is kept where it is used
-    equal operators      the layers: as many operators in each
+    equal operators      the layers: as many operators in each, which are not cut into parts
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.stage_cases import OPTIMIZER, PRECISION, Case
-from hapx import inter_op
+from hapx import climbing, inter_op
 from hapx.alternation import Counters
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.remat import with_blocks
@@ -206,6 +206,11 @@ def no_neighbours(*_: Any) -> Iterator[Pipeline]:
     return iter(())
 
 
+def whole_layers(_: Graph, layers: Layers, __: int) -> Layers:
+    """Of pipelines whose layers are made by hand, or as many in every stage."""
+    return layers
+
+
 def groupings(cluster: ClusterSpec) -> Iterator[tuple[tuple[int, ...], ...]]:
     """Devices per stage from the front: halves of machines (of at most four), one machine, two, four, ...; in the cluster's order and backwards."""
     machines = cluster.members
@@ -280,6 +285,7 @@ def _replaced(known: Memo, clock: _Clock, make_space: Any, program: Any, layers:
 
     with (
         patch.object(inter_op, "Asker", Remembering), patch.object(inter_op, "space", make_space), patch.object(inter_op, "solve", timed),
-        patch.object(inter_op, "find_layers", layers), patch.object(inter_op, "neighbours", near),
+        patch.object(inter_op, "find_layers", layers), patch.object(climbing, "neighbours", near),
+        patch.object(climbing, "finer", climbing.finer if near is not no_neighbours and layers is find_layers else whole_layers),
     ):  # fmt: skip
         yield

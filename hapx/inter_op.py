@@ -16,20 +16,20 @@ from dataclasses import replace
 from math import inf
 
 from hapx.alternation import Setting
+from hapx.climbing import climbed, faster, in_parts, is_short, is_tight, key_of
 from hapx.cluster.spec import ClusterSpec
 from hapx.errors import InsufficientMemoryError, PlanError
 from hapx.ir import Graph
 from hapx.plan import Plan
 from hapx.progress import Teller
-from hapx.put_together import SMALL, Made, polished, put_together
+from hapx.put_together import PUT_TOGETHER, SMALL, Made, look_ahead, polished, put_together
 from hapx.restriction import Restriction
 from hapx.scarcity import lacks_memory
-from hapx.stage_prices import PLAIN, Asker
+from hapx.stage_prices import Asker
 from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, eager
 from hapx.stages.dp import solve
 from hapx.stages.interleaved import interleavings
-from hapx.stages.neighbours import at_least, neighbours
 from hapx.stages.plain import pipeline_by_hand, plain_pipelines
 from hapx.stages.simulated import simulated
 from hapx.stages.space import space
@@ -38,19 +38,14 @@ from hapx.theory.discover import discover
 from hapx.theory.normalise import warn_of_mixing
 
 MANY = 16  # micro-batches per stage: more leave little work for each
-TIGHT = 0.6  # of a device's memory: then one stage that accumulates may be faster
 NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
 MOST_ASKS = 60  # shapes (at one number of micro-batches), unless nothing was found yet
 WORTH = 0.01  # of the time, for which another number of micro-batches is looked at
 DISCIPLINES = (ONE_F_ONE_B, eager(2))
 SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
-CANDIDATES = 12  # pipelines of the program that are simulated with its answers, of which
-PUT_TOGETHER = 3  # are planned stage by stage and simulated exactly,
+CANDIDATES = 12  # pipelines of the program that are simulated with its answers, of which `PUT_TOGETHER` are planned stage by stage:
 CLOSE = 1.04  # those that take so many times as long as the best of them at most
 LIKE = 2  # times the samples of a micro-batch: what was searched for one is carried over to the other
-NEIGHBOURS = 6  # of the best pipeline that are put together, as long as
-NEARBY = 0.003  # of its time may be gained; where memory binds, estimates are worse, and as long as
-UNCERTAIN = 0.005  # of its time is not lost
 MISSES = 2  # times that twice as many micro-batches may be no faster, where memory binds
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
@@ -75,7 +70,7 @@ def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Calla
             warnings.simplefilter("ignore")  # what is to be said of the model was said of the plan of one stage
             found = pipelines(
                 asked, parts, numbers, told.known, lambda _: told("planning stages"), more=number is None,
-                one_stage=single is None or _is_tight(single),
+                one_stage=single is None or is_tight(single),
             )  # fmt: skip
     spent = time.perf_counter() - began
     if not found or (single is not None and single.iteration_time <= found[0].iteration_time):
@@ -102,16 +97,6 @@ def plan_of_micro_batches(asked: Setting) -> Plan:
             hint="more micro-batches are smaller: plan the model again with the changed cluster file",
         )  # fmt: skip
     return found[0]
-
-
-def _is_tight(plan: Plan) -> bool:
-    """Whether a device is so full that more room might make the plan faster."""
-    return any(held > TIGHT * plan.cluster.type_of(d).memory for d, held in enumerate(plan.memory))
-
-
-def _is_short(made: Made) -> bool:
-    """Whether memory binds: a device is full, or a stage computes blocks again or keeps parameters in shards to save memory."""
-    return _is_tight(made.plan) or any(s.answer.plan != PLAIN for s in made.pipeline.stages)
 
 
 def at_full_speed(asked: Setting) -> float:
@@ -184,7 +169,7 @@ def pipelines(
         todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
     plans.sort(key=lambda m: m.plan.iteration_time)
     missed = 0
-    while more and plans and missed < MISSES and _is_short(plans[0]):  # smaller ones leave room for quicker programs
+    while more and plans and missed < MISSES and is_short(plans[0]):  # smaller ones leave room for quicker programs
         number = 2 * max(a.asked.repeats for a in askers)
         if asked.graph.batch % number or number > MANY * _unit(asked.cluster) or (asker := another(number, afresh=True)) is None:
             break
@@ -192,15 +177,17 @@ def pipelines(
         plans = sorted([*plans, *found], key=lambda m: m.plan.iteration_time)
         missed = 0 if plans[0].asker is asker else missed + 1
     looked = {a.asked.repeats for a in askers}  # numbers of micro-batches at which the program has looked
-    while more and plans and (made := with_twice_as_many(plans[0], looked)) is not None and _faster(made, plans[0]):
+    while more and plans and (made := with_twice_as_many(plans[0], looked)) is not None and faster(made, plans[0]):
         plans.insert(0, made)
-    tried = {_key(m.pipeline) for m in plans}
-    while plans and _faster(nearby := _climbed(plans, asked, watch, tried), plans[0]):
+    tried = {key_of(m.pipeline) for m in plans}
+    while plans and faster(nearby := climbed(plans, asked, watch, tried), plans[0]):
         made = with_twice_as_many(nearby) if more else None
         if made is None or made.plan.iteration_time > CLOSE * nearby.plan.iteration_time:
             plans.insert(0, nearby)
             break
         plans = sorted([nearby, made, *plans], key=lambda m: m.plan.iteration_time)
+    if plans and faster(parted := in_parts(plans[:PUT_TOGETHER], asked, watch), plans[0]):
+        plans.insert(0, parted)
     if plans and (made := _interleaved(plans, asked, watch)) is not None:
         plans.insert(0, made)
     if plans:
@@ -227,17 +214,21 @@ def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callab
         plain = [p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision)]
         single = [p for a in askers if one_stage and (p := a.accumulated()) is not None]
         candidates = (p for p in (*found.pipelines, *plain, *single) if len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below)
-        apart = {_key(p): p for p in sorted(candidates, key=lambda p: -p.time)}
+        apart = {key_of(p): p for p in sorted(candidates, key=lambda p: -p.time)}
         nearer = [(key, replace(p, time=simulated(p, asked.cluster))) for key, p in apart.items()]
         least = min((p.time for _, p in nearer), default=inf)
         best, tried = inf, list[Pipeline]()
-        for key, pipeline in sorted(nearer, key=lambda item: item[1].time):
+        by_number = {a.asked.repeats: a for a in askers}
+        nearer.sort(key=lambda item: item[1].time)
+        promising = [(key, p) for key, p in nearer[:PUT_TOGETHER] if p.time <= CLOSE * least]
+        look_ahead((by_number[p.micro_batches], p) for key, p in promising if key not in plans)
+        for key, pipeline in nearer:
             # in the end whatever fits
             if (len(tried) >= PUT_TOGETHER or pipeline.time > CLOSE * least) and (best < inf or not last):
                 break
             tried.append(pipeline)
             if key not in plans:
-                asker = next(a for a in askers if a.asked.repeats == pipeline.micro_batches)
+                asker = by_number[pipeline.micro_batches]
                 statistics = {"asks": found.asked, "pairs": found.pairs, "inter_op_gap": found.gap, "layers": len(asker.layers)}
                 plans[key] = put_together(asker, pipeline, asked.rule, statistics)
             made = plans[key]
@@ -257,59 +248,6 @@ def _answered(pipeline: Pipeline, asker: Asker) -> Pipeline | None:
     """The pipeline with as many micro-batches as another asker asks about; None where a stage does not fit then."""
     ends, groups = (0, *(s.stop for s in pipeline.stages)), [s.devices for s in pipeline.stages]
     return pipeline_by_hand(ends, groups, asker.asked.cluster, asker.prices(), ONE_F_ONE_B)
-
-
-def _faster(a: Made, b: Made) -> bool:
-    return a.plan.iteration_time < b.plan.iteration_time
-
-
-def _climbed(plans: Sequence[Made], asked: Setting, watch: Callable[[str], None], tried: set[Hashable]) -> Made:
-    """The fastest pipeline that is found from the best ones by looking at neighbours: the most promising first, as what was planned so far tells.
-    tried: pipelines that were put together; those that are now, too."""
-    starts = sorted(plans, key=lambda m: m.plan.iteration_time)[:PUT_TOGETHER]
-    best = starts[0]
-    for _ in range(NEIGHBOURS):
-        limit = (1 + UNCERTAIN if _is_short(best) else 1 - NEARBY) * best.plan.iteration_time
-        found: list[tuple[float, Pipeline, Asker]] = []
-        for made in starts:
-            other = _nearest(made, asked, limit, tried)
-            found += [(*other, made.asker)] if other is not None else []
-        if not found:
-            break
-        seconds, pipeline, asker = min(found, key=lambda f: f[0])
-        tried.add(_key(pipeline))
-        watch(f"a neighbour of the best pipeline, perhaps {1 - seconds / best.plan.iteration_time:.1%} faster")
-        again = put_together(asker, pipeline, asked.rule, dict(best.plan.statistics))
-        if again is not None and _faster(again, best):
-            best = again
-            starts = [again, *starts[: PUT_TOGETHER - 1]]
-    return best
-
-
-def _nearest(made: Made, asked: Setting, limit: float, tried: Container[Hashable]) -> tuple[float, Pipeline] | None:
-    """The neighbour that takes least, with its seconds; None where none takes less than the limit, or was not tried before."""
-    asker, cluster = made.asker, asked.cluster
-    stages = [
-        replace(s, answer=replace(s.answer, micro=p.times.micro, iteration=p.times.iteration, most_in_flight=asker.fits(p)))
-        for s, p in zip(made.pipeline.stages, made.pieces, strict=True)
-    ]
-    exact = replace(made.pipeline, stages=tuple(stages))
-    scale = made.plan.iteration_time / simulated(exact, cluster)  # what estimates leave out is taken to be the same for both
-    others = [(scale * at_least(p), p) for p in neighbours(exact, len(asker.layers), cluster, asker.corrected())]
-    best: tuple[float, Pipeline] | None = None
-    for low, other in sorted(others, key=lambda o: o[0]):
-        if low >= limit:
-            break
-        if _key(other) not in tried and len(other.stages) <= asked.rule.max_stages:
-            seconds = scale * simulated(other, cluster)
-            if seconds < limit:
-                best, limit = (seconds, other), seconds
-    return best
-
-
-def _key(pipeline: Pipeline) -> Hashable:
-    """All schedules are tried of what is put together."""
-    return (pipeline.micro_batches, *((s.start, s.stop, s.shape) for s in pipeline.stages))
 
 
 def _interleaved(plans: Sequence[Made], asked: Setting, watch: Callable[[str], None]) -> Made | None:

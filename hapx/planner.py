@@ -8,10 +8,9 @@ Invariant: a candidate's time, memory and program are those of its integer lengt
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ from hapx.graph.borders import candidate_segments, carried, numbered
 from hapx.ir import Graph, Kind
 from hapx.lower import Candidate, extended, lower
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
+from hapx.processes import without_collections
 from hapx.progress import Teller, Watcher
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import iteration_time
@@ -89,22 +89,7 @@ def _groups_are_equal(cluster: ClusterSpec, inner: int) -> bool:
 # -- one program ------------------------------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Inside, no cycles are collected. Planning makes none, but many objects: the collector would look at all of them again and again."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            if not gc.get_freeze_count():  # what there is now is old: the next collection need not look at it
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
-
-
-@_without_collections()
+@without_collections()
 def plan_spmd(
     setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, theories: Mapping[str, Theory] | None = None
 ) -> list[Candidate]:
@@ -325,7 +310,7 @@ def fits_somehow(setting: Setting) -> InsufficientMemoryError | None:
     return None
 
 
-@_without_collections()
+@without_collections()
 def plan_module(
     module: nn.Module, cluster: ClusterSpec, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None, strategy: str | Restriction = "auto",
     optimizer: str = "adamw", precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto", autocast: str | None = None,

@@ -8,7 +8,7 @@ with the micro-batches in flight that its place asks for, with all forms and als
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,12 +23,14 @@ from hapx.pipelines import Piece, joined, piece_of, predicted, scheduled
 from hapx.plan import Plan
 from hapx.planner import plan_spmd, views
 from hapx.predict import Staged
+from hapx.processes import at_the_same_time
 from hapx.restriction import Restriction
-from hapx.schedules import crossings_between, hidings, in_flight
-from hapx.stage_prices import LEVELS, Asker, view_of
+from hapx.schedules import crossings_between, hidings, in_flight, patient
+from hapx.stage_prices import LEVELS, Asker, Planned, view_of
 from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline
 from hapx.stages.interleaved import INTERLEAVED
 
+PUT_TOGETHER = 3  # pipelines that are planned stage by stage and simulated exactly, of those that look best
 SMALL = 100  # nodes of a graph for which a search under limits of memory does not take long
 ENOUGH = 8  # micro-batches per stage, until a pipeline repeats itself
 SCHEDULES = 3  # with the most micro-batches that fit, which are simulated
@@ -46,9 +48,21 @@ class Made:
     asker: Asker
 
 
+def look_ahead(wanted: Iterable[tuple[Asker, Pipeline]]) -> None:
+    """Plans the stages that are not planned yet, as many as there are cores at a time."""
+    jobs: dict[tuple[int, Hashable], tuple[Asker, Callable[[], Planned]]] = {}
+    for asker, pipeline in wanted:
+        for s in pipeline.stages:
+            jobs |= {(id(asker), key): (asker, plan) for key, plan in asker.missing(s.start, s.stop, s.shape, s.answer.plan).items()}
+    found = at_the_same_time([plan for _, plan in jobs.values()])
+    for ((_, key), (asker, _)), planned in zip(jobs.items(), found, strict=True):
+        asker.pieces[key] = planned
+
+
 def put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics: dict[str, Any]) -> Made | None:
     """The plan of a pipeline, each stage planned for itself; with fewer micro-batches in flight, where it takes more memory than its answer said, but
     as many as 1F1B needs. None where a stage does not fit so. The asker learns what fits."""
+    look_ahead([(asker, pipeline)])
     pieces, turns = [], pipeline.discipline is INTERLEAVED
     for i, s in enumerate(pipeline.stages):
         least = s.in_flight if turns else ONE_F_ONE_B.in_flight(pipeline.micro_batches, len(pipeline.stages) - i)
@@ -79,10 +93,12 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
     def under(style: str) -> Staged:
         return first.under(scheduled(plan, key, style, some))
 
-    # the fewer are under way the less memory it takes
-    warm = [] if turns else [str(s) for s in hidings(first.seconds, crossings_between(plan.boundaries(key), asked.graph.refs))]
-    fits = bisect_left(warm, True, key=lambda style: _fits(under(style)))
-    styles = dict.fromkeys([*warm[fits : fits + SCHEDULES], plainest])
+    styles: dict[str, None] = {}
+    for seconds in () if turns else (first.seconds, patient(first.seconds)):
+        warm = [str(s) for s in hidings(seconds, crossings_between(plan.boundaries(key), asked.graph.refs))]
+        fits = bisect_left(warm, True, key=lambda style: _fits(under(style)))  # the fewer are under way the less memory it takes
+        styles |= dict.fromkeys(warm[fits : fits + SCHEDULES])
+    styles[plainest] = None
     if asked.repeats <= some:
         styles["gpipe"] = None
     for staged in sorted(map(under, styles), key=lambda s: s.timetable.total):

@@ -9,10 +9,10 @@ seconds and bytes are an answer. Stages of the best pipelines are planned each f
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, cast
 
 import numpy as np
@@ -45,6 +45,7 @@ ROUGH = 0.03  # how far from the optimum programs of the whole model may be
 FAR_TOO_MUCH = 2.0
 ROOM = 1000  # times the memory that there is
 STORED = (Kind.PARAMETER, Kind.BUFFER)
+Planned = tuple[Piece | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Asker:
     library: dict[Hashable, Candidate] = field(default_factory=dict)  # by group of shapes
     shares: dict[Hashable, float] = field(default_factory=dict)  # by group of shapes; see `WholeModel.really_kept`
     theories: dict[int, Theory] = field(default_factory=dict)  # by number of axes
-    pieces: dict[Hashable, tuple[Piece | None, int]] = field(default_factory=dict)  # with the micro-batches for which they have room
+    pieces: dict[Hashable, Planned] = field(default_factory=dict)  # with the micro-batches for which they have room
 
     def prices(self) -> Prices:
         return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing, together=True)
@@ -239,7 +240,7 @@ class Asker:
     def _whole(self, shape: Shape, level: int) -> WholeModel | None:
         """A program of the whole model on a shape, made as if memory were no matter, at a level of thrift."""
         if (shape, level) not in self.wholes:
-            best = self._carried(shape, level) or self._again(shape, level)
+            best = self._found(shape, level) or self._carried(shape, level) or self._again(shape, level)
             if best is None and (like := _round(shape)) != shape:
                 self._whole(like, level)
                 best = self._carried(shape, level)
@@ -280,6 +281,11 @@ class Asker:
     def lean(self) -> Graph:
         """The graph with blocks that are computed again in backward."""
         return with_blocks(self.asked.graph)
+
+    def _found(self, shape: Shape, level: int) -> Candidate | None:
+        """The program of one who asks about other layers of this graph."""
+        known = (a.wholes.get((shape, level)) for a in self.others if a.asked.graph is self.asked.graph)
+        return next((whole.best for whole in known if whole is not None), None)
 
     def _carried(self, shape: Shape, level: int) -> Candidate | None:
         """A program that was searched on a shape like this one, or for another number of micro-batches."""
@@ -336,21 +342,49 @@ class Asker:
 
     def piece(self, start: int, stop: int, shape: Shape, in_flight: int, level: int = PLAIN) -> Piece | None:
         """Layers planned on a shape for so many micro-batches in flight: a program that has room for them, at this level of thrift or the next."""
-        nodes = (self.layers[start][0], self.layers[stop - 1][1])
-        for thrift in self.levels(shape):
-            if thrift < level:
-                continue
+        for thrift in self._from(shape, level):
             key = self.classes[start:stop], shape, thrift
             if key not in self.pieces:
-                setting = self._setting(shape, thrift, part(self.asked.graph, *nodes))
-                best = self.roomy(setting, [view_of(setting)])
-                made = piece_of(best, nodes, tuple(range(shape.num_devices))) if best is not None else None
-                self.pieces[key] = made, self.fits(made) if made is not None else 0
+                self.pieces[key] = self._planned(start, stop, shape, thrift)
             found, fits = self.pieces[key]
             self._at_most(key[:2], thrift, fits)
             if found is not None and fits >= in_flight:
                 return found
         return None
+
+    def finer(self, layers: Sequence[tuple[int, int]], pipelines: Iterable[Pipeline]) -> tuple[Asker, list[Pipeline]]:
+        """Asks about parts of these layers, and knows what this one knows of the whole model and of the stages of these pipelines, which come back as
+        pipelines of the parts."""
+        own = replace(self, layers=layers, known={}, wholes={}, pieces={}, others=(self, *self.others))
+        first = {node: k for k, (node, _) in enumerate(layers)} | {layers[-1][1]: len(layers)}
+        found = []
+        for pipeline in pipelines:
+            stages = [replace(s, start=first[self.layers[s.start][0]], stop=first[self.layers[s.stop - 1][1]]) for s in pipeline.stages]
+            for old, new in zip(pipeline.stages, stages, strict=True):
+                own.ask(new.start, new.stop, new.shape)
+                for thrift in self._from(old.shape, old.answer.plan):
+                    planned = self.pieces.get((self.classes[old.start : old.stop], old.shape, thrift))
+                    if planned is not None:
+                        own.pieces[own.classes[new.start : new.stop], new.shape, thrift] = planned
+            found.append(replace(pipeline, stages=tuple(stages)))
+        return own, found
+
+    def missing(self, start: int, stop: int, shape: Shape, level: int) -> Mapping[Hashable, Callable[[], Planned]]:
+        """What `piece` would plan first, and would then find under that key of `pieces`."""
+        keys = [(self.classes[start:stop], shape, thrift) for thrift in self._from(shape, level)[:1]]
+        return {key: partial(self._planned, start, stop, *key[1:]) for key in keys if key not in self.pieces}
+
+    def _from(self, shape: Shape, level: int) -> list[int]:
+        """Levels of thrift, from one on."""
+        return [k for k in self.levels(shape) if k >= level]
+
+    def _planned(self, start: int, stop: int, shape: Shape, thrift: int) -> Planned:
+        """Layers planned on a shape as if memory were no matter, and the micro-batches for which there is room."""
+        nodes = (self.layers[start][0], self.layers[stop - 1][1])
+        setting = self._setting(shape, thrift, part(self.asked.graph, *nodes))
+        best = self.roomy(setting, [view_of(setting)])
+        made = piece_of(best, nodes, tuple(range(shape.num_devices))) if best is not None else None
+        return made, self.fits(made) if made is not None else 0
 
     def fits(self, piece: Piece) -> int:
         """Micro-batches for which a program has room."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -21,20 +18,17 @@ from hapx.graph.capture import capture
 from hapx.inter_op import at_full_speed, numbers_of_micro_batches, pipelines
 from hapx.planner import key_of
 from hapx.restriction import AUTO
-from hapx.stage_prices import LEVELS, Asker, _round
-from hapx.stages.clustering import find_layers
+from hapx.stage_prices import _round
 from hapx.stages.costs import ONE_F_ONE_B
-from hapx.stages.dp import Solution
 from hapx.stages.plain import pipeline_by_hand
 from hapx.stages.submeshes import shape_of
 from hapx.theory.normalise import MixedSamplesWarning
+from support.asking import MODEL, SLOW, asker
 from support.clusters import TWO, slow_devices
-from support.models import GPT, MLP
+from support.models import MLP
 from support.staged import micro_graph
 
-SLOW = slow_devices(["fast", "fast"], ["slow", "slow"], inter="2 Mbit/s", speed=1e8)
 QUICK = slow_devices(["fast", "fast"], ["slow", "slow"], inter="100 Gbit/s", speed=1e6)
-MODEL: Callable[[], Any] = partial(GPT, vocab=13, width=32, heads=4, layers=3, context=16)
 
 
 def test_a_slow_link_makes_a_pipeline() -> None:
@@ -140,13 +134,6 @@ def test_micro_batches_that_the_model_refuses() -> None:
         hapx.plan(with_batch_norm(), SLOW, (torch.randn(8, 64),), micro_batches=8)
 
 
-def asker(number: int) -> Asker:
-    model = MODEL()
-    graph, whole = micro_graph(model, model.example(16), number)
-    rule = replace(AUTO, segments="none", max_stages=1, remat="none")
-    return Asker(Setting(graph, key_of(whole), SLOW, rule, "fp32", "adamw", repeats=number), find_layers(graph))
-
-
 def test_answers_are_near_what_is_planned() -> None:
     """The whole model's program, read for some layers, takes about what their own program does; no less than the bound."""
     asked = asker(4)
@@ -189,55 +176,6 @@ def test_a_pipeline_is_priced_anew_for_other_micro_batches() -> None:
         assert (after.start, after.stop, after.devices) == (before.start, before.stop, before.devices)
         assert after.answer.micro < before.answer.micro
         assert after.answer in four.ask(after.start, after.stop, after.shape)
-
-
-def test_a_pipeline_that_saves_memory_is_short_of_it() -> None:
-    """Then smaller micro-batches are looked at, even where its devices have room."""
-    four = asker(4)
-    pipeline = pipeline_by_hand((0, 1, len(four.layers)), ((0, 1), (2, 3)), SLOW, four.prices(), ONE_F_ONE_B)
-    assert pipeline is not None
-    made = inter_op.put_together(four, pipeline, AUTO, {})
-    assert made is not None and not inter_op._is_short(made)
-    again = [replace(s, answer=replace(s.answer, plan=len(LEVELS) - 1)) if s.start else s for s in pipeline.stages]
-    assert inter_op._is_short(replace(made, pipeline=replace(pipeline, stages=tuple(again))))
-
-
-def test_neighbours_of_a_pipeline_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a pipeline with far too many layers on the slow machine to the one that the program finds."""
-    model = MODEL(layers=5)
-    whole = capture(model, model.example(16))
-    asked = Setting(whole, key_of(whole), SLOW, AUTO, "fp32", "adamw")
-
-    def parts(number: int) -> Any:
-        return micro_graph(model, model.example(16), number)[0]
-
-    def poor(_layers: Any, _space: Any, prices: Any, *_: Any, **__: Any) -> Solution:
-        made = pipeline_by_hand((0, 2, len(_layers)), ((0, 1), (2, 3)), SLOW, prices[0], ONE_F_ONE_B)
-        assert made is not None
-        return Solution((made,), 0.0, 1, 1, 1, 1)
-
-    found = pipelines(asked, parts, (4,), more=False, one_stage=False)[0]
-    monkeypatch.setattr(inter_op, "solve", poor)
-    monkeypatch.setattr(inter_op, "plain_pipelines", lambda *_: ())
-    climbed = pipelines(asked, parts, (4,), more=False, one_stage=False)[0]
-    climbed.verify()
-    monkeypatch.setattr(inter_op, "neighbours", lambda *_: ())
-    without = pipelines(asked, parts, (4,), more=False, one_stage=False)[0]
-    assert climbed.iteration_time < 0.9 * without.iteration_time
-    assert climbed.iteration_time <= 1.02 * found.iteration_time
-
-
-def test_where_memory_binds_neighbours_may_look_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    four, limits = asker(4), list[float]()
-    pipeline = pipeline_by_hand((0, 1, len(four.layers)), ((0, 1), (2, 3)), SLOW, four.prices(), ONE_F_ONE_B)
-    assert pipeline is not None
-    made = inter_op.put_together(four, pipeline, AUTO, {})
-    assert made is not None
-    monkeypatch.setattr(inter_op, "_nearest", lambda made, asked, limit, tried: limits.append(limit))
-    for short in (False, True):
-        monkeypatch.setattr(inter_op, "_is_short", lambda _, short=short: short)
-        assert inter_op._climbed([made], four.asked, lambda _: None, set()) is made
-    assert limits[0] < made.plan.iteration_time < limits[1]
 
 
 def test_of_equal_machines_a_power_of_two_is_searched() -> None:

@@ -490,6 +490,9 @@ class _Numbers:
         self._values: dict[Any, int] = {}
         self._objects: dict[int, tuple[Any, int]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_values": self._values, "_objects": {}}  # in another process objects have other identities
+
     def __call__(self, value: object) -> int:
         known = self._objects.get(id(value))
         if known is None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import combinations
 from math import ceil
 
@@ -35,6 +36,17 @@ def hidings(seconds: Seconds, crossings: Iterable[Crossing]) -> list[Style]:
     periods = {least} | {t / k for (i, j), t in trips.items() for k in range(j - i + 1, ceil(t / least) if least else 0) if t / k > least}
     behind = [[(j, t) for (a, j), t in trips.items() if a == i] for i in range(len(seconds.forward))]
     return list(dict.fromkeys(_style(_under_way(behind, period)) for period in sorted(periods)))
+
+
+def patient(seconds: Seconds) -> Seconds:
+    """The same if whatever crosses had to wait for the longest of what else travels on its links, each time: in turns as regular as the formula's it
+    never does, but then every delay is passed on. What hides this hides more."""
+    wires = {pair: (s, frozenset(seconds.links.get(pair, (pair,)))) for pair, s in seconds.crossing.items()}
+    longer = {
+        pair: own + max((other for p, (other, shared) in wires.items() if p != pair and links & shared), default=0.0)
+        for pair, (own, links) in wires.items()
+    }
+    return replace(seconds, crossing=longer)
 
 
 def shortest_period(seconds: Seconds, crossings: Iterable[Crossing]) -> float:

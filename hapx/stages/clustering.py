@@ -36,6 +36,7 @@ Layers = tuple[tuple[int, int], ...]
 DELTA = 0.6  # how much more FLOPs than the mean a layer may have
 MOST_LAYERS = 32  # that are made unasked
 MOST_PLACES = 640
+MORE_CROSSES = 2.0  # inside of a layer that is cut into parts
 
 _CLOSE = 1 + 1e-9  # FLOPs are sums of floats
 _LAST_TIE = 1e-9  # weight of received bytes beside the squares of FLOPs
@@ -104,6 +105,25 @@ def by_boundaries(graph: Graph, marks: Sequence[int]) -> Layers:
                 hint="call mark_layer_boundary() elsewhere",
             )  # fmt: skip
     return _ranges([0, *sorted({settled(graph, p, early, allowed) for p in marks}), len(graph.nodes)])
+
+
+def finer(graph: Graph, layers: Layers, parts: int) -> Layers:
+    """The layers, each cut into at most so many of about equally many FLOPs, where at most `MORE_CROSSES` times as much crosses as at its own ends.
+    Layers that the model marks stay whole."""
+    if graph.boundaries:
+        return layers
+    crossing, before = crossing_bytes(graph), np.concatenate([[0.0], np.cumsum(node_flops(graph))])
+    places, found = settled_places(graph), [0]
+    for start, stop in layers:
+        most = MORE_CROSSES * max(crossing[start], crossing[stop] if stop < len(graph.nodes) else 0.0)
+        inner = [p for p in places if start < p < stop and crossing[p] <= most and before[start] < before[p] < before[stop]]
+        apart = {before[p]: p for p in sorted(inner, key=lambda p: -crossing[p])}  # of those with the same FLOPs before them, where least crosses
+        for k in range(1, parts):
+            wanted = before[start] + k / parts * (before[stop] - before[start])
+            nearest_one = min(apart.values(), key=lambda p: abs(before[p] - wanted), default=start)
+            found += [nearest_one] if nearest_one > found[-1] else []
+        found.append(stop)
+    return _ranges(found)
 
 
 def layer_costs(graph: Graph, layers: Layers) -> tuple[LayerCost, ...]:

@@ -7,7 +7,7 @@ rather than the best: what was planned exactly corrects answers (`hapx.stage_pri
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise, permutations
 
 from hapx.cluster.spec import ClusterSpec
@@ -24,12 +24,21 @@ Groups = tuple[tuple[int, ...], ...]
 def neighbours(pipeline: Pipeline, layers: int, cluster: ClusterSpec, prices: Prices) -> Iterator[Pipeline]:
     """Each arrangement of devices once, with the layers cut such that the stage that is busy for longest is so for the shortest time, and with the
     cuts that are one layer away from this one; the pipeline's own arrangement also with those that are one layer away from its own."""
+    return _neighbours(pipeline, layers, cluster, prices, arrangements(tuple(s.devices for s in pipeline.stages), cluster))
+
+
+def cut_anew(pipeline: Pipeline, layers: int, cluster: ClusterSpec, prices: Prices) -> Iterator[Pipeline]:
+    """Those of its neighbours that have its own arrangement of devices."""
+    return _neighbours(pipeline, layers, cluster, prices, [tuple(s.devices for s in pipeline.stages)])
+
+
+def _neighbours(pipeline: Pipeline, layers: int, cluster: ClusterSpec, prices: Prices, every: Iterable[Groups]) -> Iterator[Pipeline]:
     cutter, n = Cutter(layers, prices), pipeline.micro_batches
     limit = SLOWER * max(busy(s.answer, n) for s in pipeline.stages)
     own = tuple(s.devices for s in pipeline.stages)
     tried = {_key(own, given := (0, *(s.stop for s in pipeline.stages)), cluster)}
     found: list[tuple[Groups, tuple[int, ...]]] = [(own, ends) for ends in _moved(given)]
-    for groups in arrangements(own, cluster):
+    for groups in every:
         shapes = [shape_of(cluster, g) for g in groups]
         kept = [ONE_F_ONE_B.in_flight(n, len(groups) - i) for i in range(len(groups))]
         runs = cutter.cut(shapes, kept, limit)

@@ -57,9 +57,11 @@ class Label(NamedTuple):
 
 
 class Front(NamedTuple):
-    """A stage of all runs of layers [runs, options], and what goes before it at least; of these, the least of all: seconds in a row, of the slowest
-    stage, and per iteration."""
+    """A stage that ends before a layer, one entry for each first layer and option that may be of interest, and what goes before it at least [grid,
+    entries]; of these, the least of all: seconds in a row, of the slowest stage, and per iteration, and micro-batches that fit."""
 
+    starts: list[int]
+    options: list[int]
     micro: Floats
     update: Floats
     fits: Ints
@@ -69,6 +71,7 @@ class Front(NamedTuple):
     seconds: float
     period: float
     iteration: float
+    most_in_flight: int
 
 
 class Searcher:
@@ -141,16 +144,20 @@ class Searcher:
                 continue
             total = label.total + front.micro + crossing
             behind = ONE_WAY * (crossing + (label.choice.crossing if label.choice is not None else 0.0))  # of the stage behind the new one
-            period = np.maximum(label.period, np.maximum(front.micro, behind) if hides else front.micro + crossing)
-            update = np.maximum(label.iteration, front.update)
-            top = np.maximum(period, front.top)
-            rest = (front.ahead + (n - 1) * np.maximum(top, frontier.before[:, None, None])).min(axis=0) if n > 1 else front.ahead[0]
+            period = np.maximum(np.maximum(front.micro, behind) if hides else front.micro + crossing, label.period)
+            update = np.maximum(front.update, label.iteration)
+            if n > 1:
+                rest = np.minimum.reduce(front.ahead + (n - 1) * np.maximum(np.maximum(period, front.top), frontier.before[:, None]), axis=0)
+            else:
+                rest = front.ahead[0]
             value = total + rest + np.maximum(update, front.rest)
-            value = np.where(front.fits >= flight, value, np.inf)
-            for i, option in np.argwhere(value < frontier.limit).tolist():
-                choice = Choice(stop - len(total) + i, stop, option, move, crossing)
-                c, m, u = (float(a[i, option]) for a in (total, period, update))
-                made.append((float(value[i, option]), Label(choice.start, move.target, label.stages + 1, c, m, u, choice, label)))
+            good = value < frontier.limit
+            if front.most_in_flight < flight:
+                good &= front.fits >= flight
+            for k in good.nonzero()[0].tolist():
+                choice = Choice(front.starts[k], stop, front.options[k], move, crossing)
+                new = Label(choice.start, move.target, label.stages + 1, float(total[k]), float(period[k]), float(update[k]), choice, label)
+                made.append((float(value[k]), new))
         return made
 
     def _front(self, move: Move, stop: int, position: int) -> Front | None:
@@ -164,8 +171,17 @@ class Searcher:
         micro, update, fits = frontier.micro[at], frontier.iteration[at], self.book.fits[at]
         top, ahead = frontier.top[move.target, position, runs, None], frontier.sums[move.target, position, :, runs, None]
         rest = frontier.rest[move.target, runs, None]
-        seconds, period, iteration = (micro + ahead.min(axis=0)).min(), np.maximum(micro, top).min(), np.maximum(update, rest).min()
-        return Front(micro, update, fits, top, ahead, rest, float(seconds), float(period), float(iteration))
+        low = micro + np.minimum.reduce(ahead, axis=0)
+        period, iteration = np.maximum(micro, top), np.maximum(update, rest)
+        of_interest = low + ((frontier.n - 1) * period if frontier.n > 1 else 0.0) + iteration < frontier.limit
+        first, option = of_interest.nonzero()
+        if not len(first):
+            return None
+        seconds, slowest, latest = (float(np.minimum.reduce(a, axis=None)) for a in (low, period, iteration))
+        return Front(
+            (first + (stop - width)).tolist(), option.tolist(), micro[of_interest], update[of_interest], mine := fits[of_interest], top[first, 0],
+            ahead[:, first, 0], rest[first, 0], seconds, slowest, latest, int(np.minimum.reduce(mine)),
+        )  # fmt: skip
 
     def _crossing(self, label: Label, shape: int) -> float:
         if label.choice is None:

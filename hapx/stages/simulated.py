@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import islice, pairwise
 
 from hapx.cluster.spec import ClusterSpec
-from hapx.schedules import Crossing, Seconds, Style, duration_of, hidings, make
+from hapx.schedules import Crossing, Seconds, Style, duration_of, hidings, make, patient
 from hapx.stages.costs import ONE_WAY, Assigned, Pipeline
 
 ENOUGH = 6  # micro-batches per submesh, until a pipeline repeats itself
@@ -19,8 +19,9 @@ FORWARD = 1 / 3  # of a stage's seconds; the rest is backward
 
 
 def simulated(pipeline: Pipeline, cluster: ClusterSpec) -> float:
-    """Seconds of an iteration: interleaved where submeshes have several stages, else the faster one of 1F1B and the warm one that hides most and fits
-    by the answers. Forwards take a third of a stage, and half of what crosses goes each way. Of many micro-batches a part is simulated."""
+    """Seconds of an iteration: interleaved where submeshes have several stages, else the faster one of 1F1B and the warm ones that hide most and fit
+    by the answers, as if transfers never waited for each other and as if they did. Forwards take a third of a stage, and half of what crosses goes
+    each way. Of many micro-batches a part is simulated."""
     stages = pipeline.stages
     crossings = [Crossing(i, i + 1) for i in range(len(stages) - 1)]
     micro, updates = [s.answer.micro for s in stages], tuple(s.answer.iteration for s in stages)
@@ -31,7 +32,10 @@ def simulated(pipeline: Pipeline, cluster: ClusterSpec) -> float:
     seconds = Seconds(tuple(FORWARD * t for t in micro), tuple((1 - FORWARD) * t for t in micro), updates, crossing, links)
     numbers = {own: g for g, own in enumerate(dict.fromkeys(s.devices for s in stages))}
     groups = [numbers[s.devices] for s in stages]
-    styles = ["interleaved"] if len(numbers) < len(stages) else _fitting(pipeline, hidings(seconds, crossings))
+    if len(numbers) < len(stages):
+        styles = ["interleaved"]
+    else:
+        styles = list(dict.fromkeys(style for s in (seconds, patient(seconds)) for style in _fitting(pipeline, hidings(s, crossings))))
 
     def total(style: str, micro_batches: int) -> float:
         return _duration(style, tuple(groups), micro_batches)(seconds)

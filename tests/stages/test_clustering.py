@@ -15,8 +15,18 @@ from hapx.errors import HapError
 from hapx.graph.capture import capture
 from hapx.graph.segments import find_blocks
 from hapx.ir import Graph, Kind, Region
-from hapx.stages.boundaries import allowed_places, received_bytes, settled_places
-from hapx.stages.clustering import MOST_LAYERS, by_boundaries, equal_operators, find_layers, layer_costs, natural_number, node_flops
+from hapx.stages.boundaries import allowed_places, crossing_bytes, received_bytes, settled_places
+from hapx.stages.clustering import (
+    MORE_CROSSES,
+    MOST_LAYERS,
+    by_boundaries,
+    equal_operators,
+    find_layers,
+    finer,
+    layer_costs,
+    natural_number,
+    node_flops,
+)
 from support.layered import Writer, clusterings, flops, random_graph, received
 from support.models import GPT
 from support.vision import UNet
@@ -316,3 +326,32 @@ def test_large_graphs(repeated: bool) -> None:
     costs = layer_costs(graph, layers)
     assert {c.received for c in costs[1:]} == {16}  # nothing but the residual
     assert max(c.flops for c in costs) <= 1.6 * sum(c.flops for c in costs) / 32
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_layers(seed: int) -> None:
+    """Every layer begins a part, no layer has more parts than wanted, and at most so many times as much crosses inside as at its ends."""
+    graph = random_graph(seed, 24)
+    layers = find_layers(graph, 4)
+    crossing = crossing_bytes(graph)
+    for parts in (1, 2, 4):
+        found = finer(graph, layers, parts)
+        assert cover(graph, found)
+        starts = {a for a, _ in found}
+        assert {a for a, _ in layers} <= starts
+        for a, b in layers:
+            inside = [p for p in starts if a < p < b]
+            ends = [crossing[p] for p in (a, b) if 0 < p < len(graph.nodes)]
+            assert len(inside) < parts
+            assert all(crossing[p] <= MORE_CROSSES * max(ends) and p in settled_places(graph) for p in inside)
+            assert all(flops(graph, x, y) > 0 for x, y in pairwise([a, *sorted(inside), b]) if inside)
+
+
+def test_blocks_of_a_gpt_are_cut_in_halves_and_marked_layers_are_not() -> None:
+    model = GPT(vocab=13, width=32, heads=4, layers=3, context=16)
+    graph = capture(model, model.example(4))
+    layers = find_layers(graph)
+    found = finer(graph, layers, 4)
+    assert len(found) > len(layers)
+    marked = replace(graph, boundaries=tuple(a for a, _ in layers[1:]))
+    assert finer(marked, layers, 4) == layers

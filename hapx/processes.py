@@ -1,0 +1,127 @@
+"""What planning asks of the process that it runs in: no collections of garbage, and copies of the process for work that can be done at the same time.
+
+In: jobs, functions without arguments whose results can be pickled. Out: their results, as if they had been called one after the other. A copy is made
+by fork, so a job needs no preparation and sees everything; what it changes, nobody else sees. Without a second core, or where there are other threads
+(a fork copies the calling one alone, and what others had locked stays locked), the jobs are simply called.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+MOST = 8  # processes at a time: there are seldom more jobs, and each takes memory
+NUMBER = 4  # bytes of a job's number; so few are read from a pipe at once or not at all
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Inside, no cycles are collected. Planning makes none, but many objects: the collector would look at all of them again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            if not gc.get_freeze_count():  # what there is now is old: the next collection need not look at it
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
+
+
+@without_collections()
+def at_the_same_time(jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of all jobs. Raises what the first of them raises that fails. A job whose process comes to nothing is done again in this one."""
+    copies = min(_cores(), len(jobs), MOST) - 1
+    if copies < 1 or not _alone():
+        return [job() for job in jobs]
+    numbers, given = os.pipe()  # whoever has time takes the next number
+    with os.fdopen(given, "wb") as file:
+        file.write(b"".join(i.to_bytes(NUMBER, "little") for i in range(len(jobs))))
+    started: list[_Copy[T]] = []
+    try:
+        for _ in range(copies):
+            with suppress(OSError):  # no more processes: the others do it
+                started.append(_Copy.start(jobs, numbers))
+        done = _taken(jobs, numbers)
+        for copy in started:
+            done |= copy.results()
+    finally:
+        os.close(numbers)
+        for copy in started:
+            copy.end()
+    return [done[i] if i in done else job() for i, job in enumerate(jobs)]
+
+
+@dataclass(frozen=True)
+class _Copy(Generic[T]):
+    """A copy of this process, and where its results come out."""
+
+    process: int
+    output: int
+
+    @staticmethod
+    def start(jobs: Sequence[Callable[[], T]], numbers: int) -> _Copy[T]:
+        output, into = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that libraries have: none of them takes part in planning
+            try:
+                process = os.fork()
+            except OSError:
+                os.close(output)
+                os.close(into)
+                raise
+        if process:
+            os.close(into)
+            return _Copy(process, output)
+        try:  # this is the copy; whoever started it hears of nothing but results
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            warnings.simplefilter("ignore")
+            with os.fdopen(into, "wb") as file:
+                pickle.dump(_taken(jobs, numbers), file, pickle.HIGHEST_PROTOCOL)
+        finally:
+            os._exit(0)
+
+    def results(self) -> dict[int, T]:
+        """By the number of the job, once all are there; none if it failed."""
+        with suppress(EOFError, pickle.UnpicklingError), os.fdopen(os.dup(self.output), "rb") as file:
+            found: dict[int, T] = pickle.load(file)
+            return found
+        return {}
+
+    def end(self) -> None:
+        """Nothing of it is left."""
+        os.close(self.output)
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.process, 0)
+
+
+def _taken(jobs: Sequence[Callable[[], T]], numbers: int) -> dict[int, T]:
+    """Does jobs as long as there are any that nobody has taken."""
+    done: dict[int, T] = {}
+    while number := os.read(numbers, NUMBER):
+        at = int.from_bytes(number, "little")
+        done[at] = jobs[at]()
+    return done
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "fork") and hasattr(os, "sched_getaffinity") else 1
+
+
+def _alone() -> bool:
+    """Whether there is no other thread."""
+    return threading.active_count() == 1

@@ -1,0 +1,114 @@
+"""Jobs in copies of the process: the same results as without, whatever becomes of the copies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from hapx import processes
+from hapx.processes import at_the_same_time
+
+
+@pytest.fixture(autouse=True)
+def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with three cores, and as if what runs the tests had no thread of its own."""
+    monkeypatch.setattr(processes, "_cores", lambda: 3)
+    monkeypatch.setattr(processes, "_alone", lambda: True)
+
+
+def children() -> int:
+    """Children of this process that nobody has waited for."""
+    try:
+        return 1 + os.waitpid(-1, os.WNOHANG)[0]
+    except ChildProcessError:
+        return 0
+
+
+def of_process(seconds: float = 0.05) -> tuple[int, float]:
+    time.sleep(seconds)
+    return os.getpid(), seconds
+
+
+def test_results_are_in_the_order_of_the_jobs() -> None:
+    found = at_the_same_time([lambda s=s: of_process(s) for s in (0.3, 0.05, 0.05, 0.05, 0.05, 0.2)])  # type: ignore[misc]
+    assert [s for _, s in found] == [0.3, 0.05, 0.05, 0.05, 0.05, 0.2]
+    assert len({process for process, _ in found}) == 3
+    assert not children()
+    assert at_the_same_time([]) == []
+
+
+def test_one_job_and_other_threads_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.getpid()
+    assert at_the_same_time([of_process]) == [(here, 0.05)]
+    monkeypatch.undo()
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        assert [process for process, _ in at_the_same_time([of_process] * 3)] == [here] * 3
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_an_error_is_raised_here() -> None:
+    def fails() -> int:
+        time.sleep(0.05)
+        raise KeyError("no such thing")
+
+    with pytest.raises(KeyError, match="no such thing"):
+        at_the_same_time([fails, fails, fails])
+    with pytest.raises(KeyError, match="no such thing"):
+        at_the_same_time([lambda: 1, lambda: 2, lambda: 3, fails])
+    assert not children()
+
+
+@pytest.mark.parametrize("end", [lambda: os._exit(3), lambda: os.kill(os.getpid(), signal.SIGKILL)])
+def test_a_copy_that_ends_early_is_made_up_for(end: Callable[[], None]) -> None:
+    here = os.getpid()
+
+    def job() -> int:
+        time.sleep(0.05)
+        if os.getpid() != here:
+            end()
+        return os.getpid()
+
+    assert at_the_same_time([job] * 5) == [here] * 5
+    assert not children()
+
+
+def test_what_cannot_be_sent_is_done_here() -> None:
+    def job() -> Callable[[], int]:
+        time.sleep(0.05)
+        return lambda: 7
+
+    assert [found() for found in at_the_same_time([job] * 4)] == [7] * 4
+
+
+def test_no_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", refused)
+    here, open_before = os.getpid(), len(os.listdir("/proc/self/fd"))
+    assert [process for process, _ in at_the_same_time([of_process] * 4)] == [here] * 4
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_nothing_is_left_where_this_process_is_interrupted() -> None:
+    here = os.getpid()
+
+    def job() -> None:
+        if os.getpid() == here:
+            raise KeyboardInterrupt
+        time.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        at_the_same_time([job] * 3)
+    assert not children() and time.monotonic() - began < 30
