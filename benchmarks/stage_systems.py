@@ -16,7 +16,7 @@ is replaced there for the time of the call:
 from __future__ import annotations
 
 import math
-import time
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -52,6 +52,12 @@ SPMD, PIPELINE, ISLANDS, EQUAL, DP_PP = "SPMD", "pipeline", "equal-GPU islands",
 OPERATORS, ACCUMULATED = "equal operators", "SPMD, micro-batches"
 BATCH_ONLY = Restriction("dp", split="batch", storage="as-used", sfb="never", forms=frozenset({"padded"}), max_stages=64)
 SIMULATED = 3  # pipelines with equal layers
+
+
+def cpu() -> float:
+    """CPU seconds of this process and of those that it has made."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 @dataclass(frozen=True)
@@ -125,16 +131,16 @@ class Bench:
 
     def spmd(self) -> Found:
         """One program on all devices, the whole batch at once."""
-        whole, began = self.case.model.whole, time.process_time()
+        whole, began = self.case.model.whole, cpu()
         plan = None
         if not self.scarce or len(whole.nodes) <= SMALL:
             with suppress(InsufficientMemoryError):
                 plan = plan_graphs([whole], self.case.cluster, precision=PRECISION, optimizer=OPTIMIZER, more=None)
-        return Found(SPMD, plan, Costs(rest=time.process_time() - began))
+        return Found(SPMD, plan, Costs(rest=cpu() - began))
 
     def accumulated(self) -> Found:
         """One stage on all devices that runs micro-batches one after another."""
-        began, captured, plans = time.process_time(), self.case.model.capture_seconds, []
+        began, captured, plans = cpu(), self.case.model.capture_seconds, []
         devices = range(self.case.cluster.num_devices)
         for n in self.tried:
             graph = discover(self.case.model.parts(n))
@@ -146,7 +152,7 @@ class Bench:
                     break
         capture = self.case.model.capture_seconds - captured
         best = min(plans, key=lambda p: p.iteration_time, default=None)
-        return Found(ACCUMULATED, best, Costs(capture, rest=time.process_time() - began - capture, asks=len(plans)))
+        return Found(ACCUMULATED, best, Costs(capture, rest=cpu() - began - capture, asks=len(plans)))
 
     def equal(self, system: str, rule: Restriction = AUTO) -> Found:
         """As many layers in every stage, 1F1B; also with twice as many micro-batches as hapx looks at."""
@@ -161,7 +167,7 @@ class Bench:
         layers: Callable[[Graph], Layers] = find_layers, near: Any = neighbours, numbers: Sequence[int] = (),
     ) -> Found:  # fmt: skip
         """The best pipeline, with parts of the inter-operator program replaced."""
-        captured, began = self.case.model.capture_seconds, time.process_time()
+        captured, began = self.case.model.capture_seconds, cpu()
         setting, clock = self.case.setting(rule), _Clock()
         with _replaced(self.answers, clock, make_space, program, layers, near):
             plans = inter_op.pipelines(
@@ -169,7 +175,7 @@ class Bench:
                 one_stage=system == PIPELINE,
             )  # fmt: skip
         capture = self.case.model.capture_seconds - captured
-        rest = time.process_time() - began - capture - clock.program
+        rest = cpu() - began - capture - clock.program
         costs = Costs(capture, clock.asking, clock.program - clock.asking, rest, clock.asks)
         return Found(system, plans[0] if plans else None, costs, tuple(plans))
 
@@ -268,19 +274,19 @@ def _replaced(known: Memo, clock: _Clock, make_space: Any, program: Any, layers:
             if own not in self.known:  # what this asker refused stays refused
                 key = (self.asked.repeats, replace(self.asked.rule, name=""), *own)
                 if key not in known:
-                    began = time.process_time()
+                    began = cpu()
                     known[key] = super().ask(start, stop, shape)
-                    clock.asking += time.process_time() - began
+                    clock.asking += cpu() - began
                     clock.asks += 1
                 self.known[own] = known[key]
             return self.known[own]
 
     def timed(*args: Any, **options: Any) -> Solution:
-        began = time.process_time()
+        began = cpu()
         try:
             solution: Solution = program(*args, **options)
         finally:
-            clock.program += time.process_time() - began
+            clock.program += cpu() - began
         return solution
 
     with (

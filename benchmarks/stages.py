@@ -19,7 +19,6 @@ import argparse
 import json
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.markdown import markdown
 from benchmarks.stage_cases import Case, cases, small_gpt, v100, wide_resnet
-from benchmarks.stage_systems import ACCUMULATED, DP_PP, EQUAL, ISLANDS, PIPELINE, SPMD, Bench, Costs, Found
+from benchmarks.stage_systems import ACCUMULATED, DP_PP, EQUAL, ISLANDS, PIPELINE, SPMD, Bench, Costs, Found, cpu
 from hapx.plan import Plan
 from hapx.predict import Staged
 from hapx.schedules import in_flight
@@ -238,11 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="a markdown page to write")
     parser.add_argument("--verbose", action="store_true", help="say what is being planned")
     options = parser.parse_args(arguments)
-    console, began = Console(width=250 if not sys.stdout.isatty() else None), time.process_time()
+    console, began = Console(width=250 if not sys.stdout.isatty() else None), cpu()
 
     def watch(message: str) -> None:
         if options.verbose:
-            console.print(f"[dim]{time.process_time() - began:7.1f} s  {message}[/dim]", highlight=False)
+            console.print(f"[dim]{cpu() - began:7.1f} s  {message}[/dim]", highlight=False)
 
     every = not options.ablation and not options.growth
     chosen = [(c, False) for c in cases(options.quick)] if every else []
@@ -253,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if grown is not None:
         console.print(grown)
     command = f"python -m benchmarks.stages {shlex.join(sys.argv[1:] if arguments is None else arguments)}".strip()
-    console.print(f"{time.process_time() - began:.0f} CPU s: {command}", highlight=False, markup=False)
+    console.print(f"{cpu() - began:.0f} CPU s: {command}", highlight=False, markup=False)
     if options.out is not None:
         options.out.write_text(page(command, made, grown), encoding="utf-8")
     return 1 if any(faster(results) for _, results in made) else 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
 from hapx.alternation import Counters, Setting
@@ -25,7 +26,7 @@ from hapx.planner import plan_spmd, views
 from hapx.predict import Staged
 from hapx.processes import at_the_same_time
 from hapx.restriction import Restriction
-from hapx.schedules import crossings_between, hidings, in_flight, patient
+from hapx.schedules import Style, crossings_between, hidings, in_flight, nearby, patient
 from hapx.stage_prices import LEVELS, Asker, Planned, view_of
 from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline
 from hapx.stages.interleaved import INTERLEAVED
@@ -34,6 +35,7 @@ PUT_TOGETHER = 3  # pipelines that are planned stage by stage and simulated exac
 SMALL = 100  # nodes of a graph for which a search under limits of memory does not take long
 ENOUGH = 8  # micro-batches per stage, until a pipeline repeats itself
 SCHEDULES = 3  # with the most micro-batches that fit, which are simulated
+TUNED = 1e-3  # of the time: what less is gained by a schedule near another one is not worth more micro-batches under way
 POLISH = 0.01  # how far from the optimum stages may be that are planned once more
 SLOW_STAGE = 0.9  # of the slowest stage's seconds: such stages are planned once more
 
@@ -81,8 +83,9 @@ def put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics
     return None
 
 
-def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, statistics: dict[str, Any]) -> Plan:
-    """The plan with the schedule that is fastest in simulation, of those whose micro-batches fit. Raises InsufficientMemoryError where none does."""
+def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, statistics: dict[str, Any], *, thorough: bool = False) -> Plan:
+    """The plan with the schedule that is fastest in simulation, of those whose micro-batches fit. thorough: also of schedules near the fastest one.
+    Raises InsufficientMemoryError where none fits."""
     plan, key = joined(pieces, asked, statistics), asked.key
     some = ENOUGH * len(pieces)  # micro-batches that tell schedules apart: in between, a pipeline repeats itself
     turns = len(plan.groups) < len(pieces)
@@ -101,12 +104,30 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
     styles[plainest] = None
     if asked.repeats <= some:
         styles["gpipe"] = None
-    for staged in sorted(map(under, styles), key=lambda s: s.timetable.total):
+    ranked = sorted(map(under, styles), key=lambda s: s.timetable.total)
+    if thorough and not turns:
+        ranked[:0] = [_tuned(staged, under) for staged in islice(filter(_fits, ranked), 1)]
+    for staged in ranked:
         if asked.repeats > some:
             staged = first.under(scheduled(plan, key, staged.plan.schedules[key].name))
         if _fits(staged):
             return replace(predicted(staged), restriction=rule)
     raise InsufficientMemoryError("no schedule of the pipeline fits into memory")
+
+
+def _tuned(staged: Staged, under: Callable[[str], Staged]) -> Staged:
+    """From a warm schedule to one near it, as long as that is faster and fits."""
+    best, looking = staged, True
+    while looking:
+        looking = False
+        plan = best.plan
+        style = Style.parse(plan.schedules[plan.first].name)
+        for near in nearby(style, len(plan.groups)) if style.name in ("1f1b", "1f1b-warm") else ():
+            other = under(str(near))
+            if other.timetable.total < (1 - TUNED) * best.timetable.total and _fits(other):
+                best, looking = other, True
+                break
+    return best
 
 
 def _fits(staged: Staged) -> bool:
@@ -116,7 +137,8 @@ def _fits(staged: Staged) -> bool:
 
 
 def polished(made: Made, rule: Restriction) -> Plan | None:
-    """The stages that take longest planned once more, with all forms, also on the flat view; None where the slowest one does not get faster."""
+    """The stages that take longest planned once more, with all forms, also on the flat view, as long as the slowest one gets faster; and schedules
+    near the best one. None where nothing fits."""
     plan, asker = made.plan, made.asker
     kept, number = in_flight(plan.schedules[plan.first]), asker.asked.repeats
     seconds = [p.times.micro * number + p.times.iteration for p in made.pieces]
@@ -132,10 +154,8 @@ def polished(made: Made, rule: Restriction) -> Plan | None:
         if better is None or not faster or asker.fits(better) < kept[i]:
             break  # faster other stages are of no use
         pieces[i] = _placed(asker, stage.start, stage.stop, better, stage.devices)
-    if all(a is b for a, b in zip(pieces, made.pieces, strict=True)):
-        return None
     with suppress(HapError):
-        return _scheduled(pieces, asker.asked, rule, dict(plan.statistics))
+        return _scheduled(pieces, asker.asked, rule, dict(plan.statistics), thorough=True)
     return None
 
 

@@ -16,9 +16,9 @@ faster: `timetable` says.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise, product
 from math import ceil
 
 from hapx.schedules.styles import Crossing, Style
@@ -47,6 +47,16 @@ def patient(seconds: Seconds) -> Seconds:
         for pair, (own, links) in wires.items()
     }
     return replace(seconds, crossing=longer)
+
+
+def nearby(style: Style, groups: int) -> Iterator[Style]:
+    """Styles of one stage per group with a micro-batch more or fewer under way on one of them, or on it and all before it."""
+    own = style.numbers or (0,) * groups
+    for i, step in product(range(groups - 1), (1, -1)):
+        for first in dict.fromkeys((i, 0)):
+            numbers = tuple(n + step * (first <= k <= i) for k, n in enumerate(own))
+            if min(numbers) >= 0 and all(a >= b for a, b in pairwise(numbers)):
+                yield Style("1f1b-warm", numbers) if any(numbers) else Style("1f1b")
 
 
 def shortest_period(seconds: Seconds, crossings: Iterable[Crossing]) -> float:

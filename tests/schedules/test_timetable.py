@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hapx.plan import Action, Schedule
-from hapx.schedules import Crossing, Seconds, Timetable, duration_of, hidings, make, patient, timetable
+from hapx.schedules import Crossing, Seconds, Timetable, duration_of, hidings, make, nearby, patient, timetable
 from hapx.schedules.warm import round_trips, shortest_period
 from support.pipelines import Pipeline, chain, pipelines
 
@@ -242,7 +242,8 @@ def test_hiding_takes_the_fewest_micro_batches() -> None:
 
 
 def test_what_waits_for_cards_is_hidden_too() -> None:
-    """30 random pipelines whose stages have one card each: styles that hide links, waiting or not, are within 5 % of the best of all warm styles."""
+    """30 random pipelines whose stages have one card each: styles that hide links, waiting or not, are within 5 % of the best of all warm styles, and
+    going from one to a nearby one ends within 0.5 %."""
     random, number, gains = Random(3), 24, []
     for _ in range(30):
         size = random.choice((3, 4))
@@ -255,10 +256,14 @@ def test_what_waits_for_cards_is_hidden_too() -> None:
         def total(style: str, s: Seconds = s, size: int = size) -> float:
             return duration_of(make(style, tuple(range(size)), chain(size), (1,) * number))(s)
 
-        hiding, waiting = (min(total(str(style)) for style in hidings(own, chain(size))[:3]) for own in (s, patient(s)))
+        first, second = (min(hidings(own, chain(size))[:3], key=lambda style: total(str(style))) for own in (s, patient(s)))
+        hiding, waiting = total(str(first)), total(str(second))
+        here, style = min((hiding, first), (waiting, second), key=lambda found: found[0])
+        while (better := min(((total(str(n)), n) for n in nearby(style, size)), key=lambda found: found[0]))[0] < here:
+            here, style = better
         every = (w for w in product(range(6), repeat=size - 1) if any(w) and all(a >= b for a, b in pairwise(w)))
         best = min(total("1f1b"), *(total(f"1f1b-warm:{','.join(map(str, w))},0") for w in every))
-        assert min(hiding, waiting) <= 1.05 * best, s
+        assert min(hiding, waiting) <= 1.05 * best and here <= 1.005 * best, s
         gains.append(hiding / min(hiding, waiting))
     assert max(gains) > 1.05
 
