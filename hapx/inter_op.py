@@ -11,16 +11,18 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Container, Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from hapx.alternation import Setting
 from hapx.climbing import climbed, faster, in_parts, is_short, is_tight, key_of
 from hapx.cluster.spec import ClusterSpec
-from hapx.errors import InsufficientMemoryError, PlanError
+from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.ir import Graph
 from hapx.plan import Plan
+from hapx.processes import beside
 from hapx.progress import Teller
 from hapx.put_together import PUT_TOGETHER, SMALL, Made, look_ahead, polished, put_together
 from hapx.restriction import Restriction
@@ -49,20 +51,21 @@ LIKE = 2  # times the samples of a micro-batch: what was searched for one is car
 MISSES = 2  # times that twice as many micro-batches may be no faster, where memory binds
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
+Whole = Callable[[bool, bool], Plan]  # of whether an error says what would help, and whether those who watch are told
 
-def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Callable[[int], Graph], number: int | None) -> Plan:
+
+def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph], number: int | None) -> Plan:
     """The faster one of a plan of one stage, made by `whole`, and the best pipeline. number: of micro-batches, if it is given. Raises what `whole`
     raises where no pipeline fits either: only then is it asked to say what would help."""
-    single: Plan | None = None
     scarce = lacks_memory(asked)
-    if not scarce or len(asked.graph.nodes) <= SMALL:
-        with suppress(InsufficientMemoryError):
-            single = whole(False)
     numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster, scarce)
-    began = time.perf_counter()
-    found: list[Plan] = []
     # what is said of the one mesh of all devices cannot be said of stages
     free = asked.rule.mesh in ("auto", "flat") and asked.cluster.mesh in ("auto", "flat") and not isinstance(asked.rule.ratios, tuple)
+    single: Plan | None = None
+    if not scarce or len(asked.graph.nodes) <= SMALL:
+        single, parts = _single(whole, parts, numbers if free else ())
+    began = time.perf_counter()
+    found: list[Plan] = []
     if free and (single is None or single.iteration_time > NEAR * at_full_speed(asked)):
         searched = Statistics(expansions=single.statistics["expansions"]) if single is not None else Statistics()
         told = Teller(asked.progress, searched, "pipelines", 1, 1, single.iteration_time if single is not None else inf)
@@ -75,13 +78,44 @@ def plan_with_stages(asked: Setting, whole: Callable[[bool], Plan], parts: Calla
     spent = time.perf_counter() - began
     if not found or (single is not None and single.iteration_time <= found[0].iteration_time):
         if single is None:
-            return whole(True)
+            return whole(True, True)
         return replace(single, statistics={**single.statistics, "stages_time": spent, "pipelines": len(found)})
     best = found[0]
     warn_of_mixing(best.graphs[best.first])
     one = {"one_stage": single.iteration_time} if single is not None else {}
     before = single.statistics if single is not None else {}
     return replace(best, statistics={**before, **best.statistics, **one, "stages_time": spent, "pipelines": len(found)})
+
+
+def _single(whole: Whole, parts: Callable[[int], Graph], numbers: Sequence[int]) -> tuple[Plan | None, Callable[[int], Graph]]:
+    """The plan of one stage, None where it does not fit; while a copy of the process makes it, so many micro-batches are captured. Gives `parts` with
+    what it has captured."""
+
+    def made(watched: bool) -> Plan | None:
+        with suppress(InsufficientMemoryError):
+            return whole(False, watched)
+        return None
+
+    def noted() -> tuple[Plan | None, list[tuple[Any, Any, str, int]]]:
+        """In the copy, where nobody watches: with its warnings."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            return made(False), [(w.message, w.category, w.filename, w.lineno) for w in said]
+
+    captured: dict[int, Graph] = {}
+    with beside(noted) if numbers else nullcontext(None) as later:
+        if later is None or not later.elsewhere:
+            return made(True), parts
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is to be said of the model is said of the plan of one stage
+            for number in numbers:
+                if not later.ready():
+                    with suppress(HapError):  # it comes again where a pipeline needs it
+                        captured[number] = discover(parts(number))
+        plan, said = later.result()
+    for message in said:
+        warnings.warn_explicit(*message)
+    return plan, lambda number: captured[number] if number in captured else parts(number)
 
 
 def plan_of_micro_batches(asked: Setting) -> Plan:

@@ -325,7 +325,7 @@ def plan_module(
     from hapx.graph.capture import capture  # torch is needed only to capture
 
     began = time.perf_counter()
-    graph = capture(module, example_inputs, loss_fn=loss_fn)
+    graph = discover(capture(module, example_inputs, loss_fn=loss_fn))
     captured = time.perf_counter() - began
     if isinstance(micro_batches, int) and graph.batch % micro_batches:
         raise HapError(f"micro_batches={micro_batches}", where="plan", allowed=f"a divisor of the batch of {graph.batch}")
@@ -340,10 +340,10 @@ def plan_module(
     def smaller(setting: Setting) -> Iterator[str]:
         return _smaller_batch(setting, example_inputs, lambda inputs: capture(module, inputs, loss_fn=loss_fn))
 
-    def whole(advise: bool = True) -> Plan:
+    def whole(advise: bool = True, watched: bool = True) -> Plan:
         return plan_graphs(
             [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[key_of(graph, autocast)], capture_time=captured,
-            progress=progress, more=smaller if advise else None,
+            progress=progress if watched else None, more=smaller if advise else None,
         )  # fmt: skip
 
     if rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import select
 import signal
 import threading
 import warnings
@@ -45,22 +46,51 @@ def at_the_same_time(jobs: Sequence[Callable[[], T]]) -> list[T]:
     copies = min(_cores(), len(jobs), MOST) - 1
     if copies < 1 or not _alone():
         return [job() for job in jobs]
-    numbers, given = os.pipe()  # whoever has time takes the next number
-    with os.fdopen(given, "wb") as file:
-        file.write(b"".join(i.to_bytes(NUMBER, "little") for i in range(len(jobs))))
     started: list[_Copy[T]] = []
     try:
-        for _ in range(copies):
-            with suppress(OSError):  # no more processes: the others do it
-                started.append(_Copy.start(jobs, numbers))
-        done = _taken(jobs, numbers)
+        with _numbers(len(jobs)) as numbers:
+            for _ in range(copies):
+                with suppress(OSError):  # no more processes: the others do it
+                    started.append(_Copy.start(jobs, numbers))
+            done = _taken(jobs, numbers)
         for copy in started:
             done |= copy.results()
     finally:
-        os.close(numbers)
         for copy in started:
             copy.end()
     return [done[i] if i in done else job() for i, job in enumerate(jobs)]
+
+
+@contextmanager
+def beside(job: Callable[[], T]) -> Iterator[Later[T]]:
+    """Inside, a job is done in a copy while this process does something else. Without a copy it is done when its result is asked for."""
+    copy: _Copy[T] | None = None
+    if _cores() > 1 and _alone():
+        with _numbers(1) as numbers, suppress(OSError):
+            copy = _Copy.start([job], numbers)
+    try:
+        yield Later(job, copy)
+    finally:
+        if copy is not None:
+            copy.end()
+
+
+class Later(Generic[T]):
+    """The result of a job of `beside`. elsewhere: a copy does it."""
+
+    def __init__(self, job: Callable[[], T], copy: _Copy[T] | None):
+        self.elsewhere = copy is not None
+        self._job, self._copy = job, copy
+
+    def ready(self) -> bool:
+        """Whether the copy has something to say, if only that it has failed."""
+        return self._copy is None or bool(select.select([self._copy.output], [], [], 0)[0])
+
+    def result(self) -> T:
+        """Waits for it; to be asked for once. A job whose copy comes to nothing is done here."""
+        with without_collections():
+            found = self._copy.results() if self._copy is not None else {}
+        return found[0] if 0 in found else self._job()
 
 
 @dataclass(frozen=True)
@@ -106,6 +136,18 @@ class _Copy(Generic[T]):
             os.kill(self.process, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(self.process, 0)
+
+
+@contextmanager
+def _numbers(count: int) -> Iterator[int]:
+    """The numbers of so many jobs, to be read one by one: whoever has time takes the next."""
+    numbers, given = os.pipe()
+    try:
+        with os.fdopen(given, "wb") as file:
+            file.write(b"".join(i.to_bytes(NUMBER, "little") for i in range(count)))
+        yield numbers
+    finally:
+        os.close(numbers)
 
 
 def _taken(jobs: Sequence[Callable[[], T]], numbers: int) -> dict[int, T]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hapx
-from hapx import inter_op
+from hapx import inter_op, processes
 from hapx.alternation import Setting
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture import capture
@@ -42,6 +42,29 @@ def test_a_slow_link_makes_a_pipeline() -> None:
     single = hapx.plan(model, SLOW, model.example(16), micro_batches=1)
     assert len(single.stages) == 1
     assert single.iteration_time == pytest.approx(plan.statistics["one_stage"])
+
+
+def test_plans_do_not_depend_on_copies_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second core one plan is made in a copy, and so are stages: the same plan, and the same warnings."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.w = MODEL(), nn.Parameter(torch.randn(3, 3))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.body(x, y) + torch.block_diag(self.w, self.w).sum()
+
+    model, plans = Odd(), []
+    for cores in (1, 3):
+        monkeypatch.setattr(processes, "_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(processes, "_alone", lambda: True)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            plans.append((hapx.plan(model, SLOW, MODEL().example(16)), [(w.category, str(w.message)) for w in said]))
+    (one, said_by_one), (three, said_by_three) = plans
+    assert one == three and len(one.stages) > 1
+    assert said_by_one and said_by_one == said_by_three
 
 
 def test_a_quick_link_does_not() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from hapx import processes
-from hapx.processes import at_the_same_time
+from hapx.processes import at_the_same_time, beside
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +112,42 @@ def test_nothing_is_left_where_this_process_is_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         at_the_same_time([job] * 3)
     assert not children() and time.monotonic() - began < 30
+
+
+def test_a_job_beside() -> None:
+    here = os.getpid()
+    with beside(lambda: of_process(0.3)) as later:
+        assert later.elsewhere and not later.ready()
+        process, seconds = later.result()
+    assert process != here and seconds == 0.3
+    assert not children()
+
+
+def test_a_job_beside_that_nobody_waits_for() -> None:
+    began = time.monotonic()
+    with pytest.raises(KeyError), beside(lambda: time.sleep(60)):
+        raise KeyError
+    assert not children() and time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_a_job_beside_that_fails_is_done_here(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_cores", lambda: cores)
+    here = os.getpid()
+
+    def job() -> int:
+        if os.getpid() != here:
+            os._exit(1)
+        return 7
+
+    with beside(job) as later:
+        assert later.elsewhere == (cores > 1)
+        assert later.result() == 7
+        assert later.ready()
+
+    def fails() -> int:
+        raise KeyError("no such thing")
+
+    with pytest.raises(KeyError, match="no such thing"), beside(fails) as later:
+        later.result()
+    assert not children()
