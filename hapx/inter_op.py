@@ -51,7 +51,7 @@ LIKE = 2  # times the samples of a micro-batch: what was searched for one is car
 MISSES = 2  # times that twice as many micro-batches may be no faster, where memory binds
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
-Whole = Callable[[bool, bool], Plan]  # of whether an error says what would help, and whether those who watch are told
+Whole = Callable[[bool], Plan]  # of whether an error says what would help
 
 
 def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph], number: int | None) -> Plan:
@@ -63,7 +63,7 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
     free = asked.rule.mesh in ("auto", "flat") and asked.cluster.mesh in ("auto", "flat") and not isinstance(asked.rule.ratios, tuple)
     single: Plan | None = None
     if not scarce or len(asked.graph.nodes) <= SMALL:
-        single, parts = _single(whole, parts, numbers if free else ())
+        single, parts = _single(whole, parts, numbers if free and asked.progress is None else ())  # whoever watches sees what is done here
     began = time.perf_counter()
     found: list[Plan] = []
     if free and (single is None or single.iteration_time > NEAR * at_full_speed(asked)):
@@ -78,7 +78,7 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
     spent = time.perf_counter() - began
     if not found or (single is not None and single.iteration_time <= found[0].iteration_time):
         if single is None:
-            return whole(True, True)
+            return whole(True)
         return replace(single, statistics={**single.statistics, "stages_time": spent, "pipelines": len(found)})
     best = found[0]
     warn_of_mixing(best.graphs[best.first])
@@ -91,21 +91,21 @@ def _single(whole: Whole, parts: Callable[[int], Graph], numbers: Sequence[int])
     """The plan of one stage, None where it does not fit; while a copy of the process makes it, so many micro-batches are captured. Gives `parts` with
     what it has captured."""
 
-    def made(watched: bool) -> Plan | None:
+    def made() -> Plan | None:
         with suppress(InsufficientMemoryError):
-            return whole(False, watched)
+            return whole(False)
         return None
 
     def noted() -> tuple[Plan | None, list[tuple[Any, Any, str, int]]]:
-        """In the copy, where nobody watches: with its warnings."""
+        """In the copy: with its warnings."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            return made(False), [(w.message, w.category, w.filename, w.lineno) for w in said]
+            return made(), [(w.message, w.category, w.filename, w.lineno) for w in said]
 
     captured: dict[int, Graph] = {}
     with beside(noted) if numbers else nullcontext(None) as later:
         if later is None or not later.elsewhere:
-            return made(True), parts
+            return made(), parts
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is to be said of the model is said of the plan of one stage
             for number in numbers:

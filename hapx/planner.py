@@ -340,10 +340,10 @@ def plan_module(
     def smaller(setting: Setting) -> Iterator[str]:
         return _smaller_batch(setting, example_inputs, lambda inputs: capture(module, inputs, loss_fn=loss_fn))
 
-    def whole(advise: bool = True, watched: bool = True) -> Plan:
+    def whole(advise: bool = True) -> Plan:
         return plan_graphs(
             [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[key_of(graph, autocast)], capture_time=captured,
-            progress=progress if watched else None, more=smaller if advise else None,
+            progress=progress, more=smaller if advise else None,
         )  # fmt: skip
 
     if rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1:
