@@ -325,8 +325,9 @@ def plan_module(
     from hapx.graph.capture import capture  # torch is needed only to capture
 
     began = time.perf_counter()
-    graph = discover(capture(module, example_inputs, loss_fn=loss_fn))
+    graph = capture(module, example_inputs, loss_fn=loss_fn)
     captured = time.perf_counter() - began
+    graph = discover(graph)  # here, as it may run kernels: torch's threads do not survive in the copy of the process that may plan this
     if isinstance(micro_batches, int) and graph.batch % micro_batches:
         raise HapError(f"micro_batches={micro_batches}", where="plan", allowed=f"a divisor of the batch of {graph.batch}")
 

@@ -84,7 +84,11 @@ class Later(Generic[T]):
 
     def ready(self) -> bool:
         """Whether the copy has something to say, if only that it has failed."""
-        return self._copy is None or bool(select.select([self._copy.output], [], [], 0)[0])
+        if self._copy is None:
+            return True
+        watched = select.poll()  # whatever the number of the file is: `select.select` takes none above 1023
+        watched.register(self._copy.output, select.POLLIN)
+        return bool(watched.poll(0))
 
     def result(self) -> T:
         """Waits for it; to be asked for once. A job whose copy comes to nothing is done here."""

@@ -97,8 +97,9 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
         return first.under(scheduled(plan, key, style, some))
 
     styles: dict[str, None] = {}
+    crossings = crossings_between(plan.boundaries(key), asked.graph.refs)
     for seconds in () if turns else (first.seconds, patient(first.seconds)):
-        warm = [str(s) for s in hidings(seconds, crossings_between(plan.boundaries(key), asked.graph.refs))]
+        warm = [str(s) for s in hidings(seconds, crossings)]
         fits = bisect_left(warm, True, key=lambda style: _fits(under(style)))  # the fewer are under way the less memory it takes
         styles |= dict.fromkeys(warm[fits : fits + SCHEDULES])
     styles[plainest] = None
@@ -115,18 +116,17 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
     raise InsufficientMemoryError("no schedule of the pipeline fits into memory")
 
 
-def _tuned(staged: Staged, under: Callable[[str], Staged]) -> Staged:
+def _tuned(best: Staged, under: Callable[[str], Staged]) -> Staged:
     """From a warm schedule to one near it, as long as that is faster and fits."""
-    best, looking = staged, True
-    while looking:
-        looking = False
-        plan = best.plan
-        style = Style.parse(plan.schedules[plan.first].name)
-        for near in nearby(style, len(plan.groups)) if style.name in ("1f1b", "1f1b-warm") else ():
-            other = under(str(near))
-            if other.timetable.total < (1 - TUNED) * best.timetable.total and _fits(other):
-                best, looking = other, True
-                break
+
+    def faster_one() -> Staged | None:
+        style = Style.parse(best.plan.schedules[best.plan.first].name)
+        near = nearby(style, len(best.plan.groups)) if style.name in ("1f1b", "1f1b-warm") else ()
+        limit = (1 - TUNED) * best.timetable.total
+        return next((s for s in map(under, map(str, near)) if s.timetable.total < limit and _fits(s)), None)
+
+    while (found := faster_one()) is not None:
+        best = found
     return best
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -136,6 +137,22 @@ def test_a_job_beside_that_nobody_waits_for() -> None:
     with pytest.raises(KeyError), beside(lambda: time.sleep(60)):
         raise KeyError
     assert not children() and time.monotonic() - began < 30
+
+
+def test_a_job_beside_of_a_process_with_many_files() -> None:
+    """More than `select` could look at."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1200:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1200, hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1050)]
+    try:
+        with beside(lambda: of_process(0.3)) as later:
+            assert later.elsewhere and not later.ready()
+            assert later.result()[1] == 0.3
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("cores", [1, 3])
