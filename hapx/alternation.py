@@ -209,6 +209,19 @@ class Alternation:
             self._alternate(dict.fromkeys(self.rows, even), inf)
         return [candidate for key, candidate in self.found.items() if key not in known]
 
+    def exposing(self, part: float, above: float) -> list[Candidate]:
+        """A program that is best where only this part of the sums of gradients counts (see `hapx.overlap`), at the best ratios so far and at its own.
+        None where the bound says that all programs take more than `above` then."""
+        start, before, searched = self._by_kind(self._best().shares), self.found, self.searched
+        self.found, self.searched, self.problem.exposed = {}, set(), part
+        try:
+            with suppress(InsufficientMemoryError):  # something else fits
+                self._alternate(start, inf, above=above, most=1)
+            new = list(self.found.values())
+        finally:
+            self.found, self.searched, self.problem.exposed = before, searched, 1.0
+        return new
+
     def _best(self) -> Candidate:
         return min(self.found.values(), key=attrgetter("cost"))
 
@@ -262,22 +275,31 @@ class Alternation:
 
     # -- how it goes on ----------------------------------------------------------------------------------------------------------------------------
 
-    def _alternate(self, ratios: dict[Row, Vector], known: float, given: Mapping[Cut, tuple[int, ...]] | None = None, above: float = inf) -> None:
+    def _alternate(
+        self,
+        ratios: dict[Row, Vector],
+        known: float,
+        given: Mapping[Cut, tuple[int, ...]] | None = None,
+        above: float = inf,
+        most: int = MAX_ALTERNATIONS,
+    ) -> None:
         """Adds what it meets to `found`. given: lengths that are not rounded from the ratios. above: a first program that takes more is not looked
         for. Raises InsufficientMemoryError if no program fits at any ratios that were tried."""
         lengths = self._lengths(ratios) | {c: own for c, own in (given or {}).items() if c in self.problem.cuts}
         kept: list[float] = []
         why = "too small"
         try:
-            why = self._run(ratios, lengths, known, kept, above)
+            why = self._run(ratios, lengths, known, kept, above, most)
         finally:
             self.counters.ended[why] += 1
             self.counters.kept.append(tuple(kept))
 
-    def _run(self, ratios: Mapping[Row, Vector], lengths: Lengths, known: float, kept: list[float], above: float = inf) -> str:
+    def _run(
+        self, ratios: Mapping[Row, Vector], lengths: Lengths, known: float, kept: list[float], above: float = inf, most: int = MAX_ALTERNATIONS
+    ) -> str:
         """One alternation; why it ended. kept: gets the least cost after every step."""
         best = inf
-        for _ in range(MAX_ALTERNATIONS):
+        for _ in range(most):
             at = tuple([lengths[c] for c in self.cuts])
             if at in self.searched:
                 return "repeated"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import inf, prod
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,8 +29,9 @@ from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import CaptureError, HapError, InsufficientMemoryError, PlanError
 from hapx.fitting import within
 from hapx.graph.borders import candidate_segments, carried, numbered
-from hapx.ir import Graph, Kind
+from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
+from hapx.overlap import overlapped
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
 from hapx.processes import without_collections
 from hapx.progress import Teller, Watcher
@@ -129,16 +130,16 @@ def plan_spmd(
         counters.tried.append(outcome)
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
-    simulated: dict[int, Candidate] = {}
-    ranked = _ranked(found, old, counters, simulated)
-    old += (plain := _plain(setting, alternations, ranked[0], counters))
-    ranked = _ranked(found, old, counters, simulated) if plain else ranked
+    timed = Simulated(counters)
+    ranked = _ranked(found, old, timed)
+    old += (more := _overlapped(setting, alternations, ranked, timed, counters))
+    ranked = _ranked(found, old, timed) if more else ranked
     began = time.perf_counter()
     more = alternations[ranked[0].mesh.name].from_even_shares()
     counters.search_time += time.perf_counter() - began
     if more:
-        ranked = _ranked([*found, *more], old, counters, simulated)
-    ranked = _with_segments(setting, ranked, alternations[ranked[0].mesh.name], counters)
+        ranked = _ranked([*found, *more], old, timed)
+    ranked = _with_segments(setting, ranked, alternations[ranked[0].mesh.name], timed, counters)
     if not setting.strict and not within(ranked[0]):
         return plan_spmd(replace(setting, strict=True), counters, meshes)
     counters.search.gap = ranked[0].gap
@@ -147,49 +148,50 @@ def plan_spmd(
     return ranked
 
 
-def _ranked(found: list[Candidate], old: list[Candidate], counters: Counters, known: dict[int, Candidate]) -> list[Candidate]:
-    """The best candidates, each simulated, in the order of their simulated times; the best of every view and the old plan are among them. known: by
-    the identity of a candidate, itself with its simulated time."""
-    began = time.perf_counter()
+class Simulated:
+    """Candidates with their simulated times, each once."""
+
+    def __init__(self, counters: Counters):
+        self.counters = counters
+        self.known: dict[int, Candidate] = {}  # by the identity of a candidate, which is held
+        self.held: list[Candidate] = []
+        self.exact: dict[Any, CostModel] = {}  # candidates of equal lengths share a cost model
+
+    def __call__(self, candidate: Candidate) -> Candidate:
+        if id(candidate) not in self.known:
+            began = time.perf_counter()
+            key = id(candidate.costs), tuple(candidate.lengths.items())
+            exact = self.exact[key] = self.exact.get(key) or candidate.costs.at_lengths(candidate.lengths)
+            own = replace(candidate, time=iteration_time(candidate.program, candidate.theory.graph, exact))
+            self.known[id(candidate)] = self.known[id(own)] = own
+            self.held.append(candidate)
+            self.counters.simulation_time += time.perf_counter() - began
+        return self.known[id(candidate)]
+
+
+def _ranked(found: Sequence[Candidate], old: Sequence[Candidate], timed: Simulated) -> list[Candidate]:
+    """The best candidates, in the order of their simulated times; the best of every view and the old ones are among them."""
     found = sorted(found, key=lambda c: c.cost)
     first = {c.mesh.name: c for c in reversed(found)}
     chosen = sorted({id(c): c for c in [*first.values(), *found[:SIMULATED], *old]}.values(), key=lambda c: c.cost)
-    exact: dict[Any, CostModel] = {}  # candidates of equal lengths share a cost model
-    for c in chosen:
-        if id(c) not in known:
-            key = id(c.costs), tuple(c.lengths.items())
-            exact[key] = exact.get(key) or c.costs.at_lengths(c.lengths)
-            known[id(c)] = replace(c, time=iteration_time(c.program, c.theory.graph, exact[key]))
-    counters.simulation_time += time.perf_counter() - began
-    return sorted([known[id(c)] for c in chosen], key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
+    return sorted(map(timed, chosen), key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
 
 
-def _plain(setting: Setting, alternations: Mapping[str, Alternation], best: Candidate, counters: Counters) -> list[Candidate]:
-    """Plain data parallelism, in proportion to speed and balanced, on the flat mesh and on that of the best candidate. Nothing else has all its
-    communication in the synchronisation of gradients, which the additive cost cannot see hidden behind backward: the simulator must."""
-    free = setting.rule.split == setting.rule.storage == "auto" and setting.rule.ratios == "balanced" and "padded" in setting.rule.forms
-    if not free or setting.given or setting.start is not None or setting.forbidden != NOTHING or setting.key.mode != "train":
+def _overlapped(
+    setting: Setting, alternations: Mapping[str, Alternation], ranked: Sequence[Candidate], timed: Simulated, counters: Counters
+) -> list[Candidate]:
+    """Candidates whose sums of gradients hide behind backward, which the additive cost cannot see: of the flat view and that of the best one."""
+    if setting.given or setting.start is not None or setting.forbidden != NOTHING or setting.key.mode != "train":
         return []
+    began = time.perf_counter()
     found: list[Candidate] = []
-    began, bound = time.perf_counter(), best.cost * (1 - best.gap)
-    for name in dict.fromkeys(("flat", best.mesh.name)):
-        if name in alternations and _synchronised(setting.graph, alternations[name]) < best.time:
-            rule = replace(setting.rule, split="batch", storage="as-used", sfb="never", forms=frozenset({"padded"}))
-            told = Teller(None, counters.search, name, 1, 1, best.cost)
-            with suppress(InsufficientMemoryError, PlanError):  # something else fits
-                same = alternations[name]
-                plain = Alternation(replace(setting, rule=rule, start={}, old=None), same.theory, counters, told, costs=same.costs)
-                found += plain.candidates(best.cost)
+    for name in dict.fromkeys(("flat", ranked[0].mesh.name)):
+        own = [c for c in ranked if c.mesh.name == name]
+        if own:
+            found += overlapped(alternations[name], min(own, key=lambda c: c.cost), timed, min(c.time for c in ranked))
     counters.search_time += time.perf_counter() - began
+    bound = ranked[0].cost * (1 - ranked[0].gap)
     return [replace(c, gap=max(0.0, 1 - bound / c.cost)) for c in found]
-
-
-def _synchronised(graph: Graph, alternation: Alternation) -> float:
-    """Seconds, at least, that the links take for the gradients of plain data parallelism."""
-    costs, sizes = alternation.costs, alternation.theory.mesh.sizes
-    moved = sum(ref.bytes for ref in graph.refs.values() if ref.kind is Kind.PARAMETER and ref.requires_grad) / prod(sizes[1:])
-    term = costs.links[0].all_reduce(costs.view.constant(moved))
-    return 0.0 if term is None else float(term.at({}).max()) - float(max(costs.links[0].messages(2 * costs.links[0].rounds).const))
 
 
 def _needless(candidate: Candidate) -> bool:
@@ -197,7 +199,7 @@ def _needless(candidate: Candidate) -> bool:
     return len(candidate.mesh.axes) > 1 and len(candidate.costs.cluster.machines) == 1
 
 
-def _with_segments(setting: Setting, ranked: list[Candidate], alternation: Alternation, counters: Counters) -> list[Candidate]:
+def _with_segments(setting: Setting, ranked: list[Candidate], alternation: Alternation, timed: Simulated, counters: Counters) -> list[Candidate]:
     """The candidates, and those of the best one's view in which parts of the model have ratios of their own, where the linear program says that this
     pays. Never worse: all are simulated."""
     best, rule = ranked[0], setting.rule
@@ -207,7 +209,7 @@ def _with_segments(setting: Setting, ranked: list[Candidate], alternation: Alter
     freed = _free_borders(ranked, rule, alternation)
     counters.segments_time += time.perf_counter() - began
     found = [c for own in freed for c in _in_segments(setting, best, own, counters)]
-    return sorted([*ranked, *(_ranked(found, [], counters, {}) if found else ())], key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
+    return sorted([*ranked, *(_ranked(found, [], timed) if found else ())], key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
 
 
 def _in_segments(setting: Setting, best: Candidate, freed: Freed, counters: Counters) -> list[Candidate]:

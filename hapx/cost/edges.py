@@ -124,12 +124,12 @@ class EdgePrices:
         self.recuts = {number: self._recut(edge) for number, edge in enumerate(edges) if _is_recut(edge)}
         self._affine(list(fractions))
 
-    def at(self, shares: Shares) -> EdgesPriced:
-        """At the given shares."""
+    def at(self, shares: Shares, exposed: float = 1.0) -> EdgesPriced:
+        """At the given shares. exposed: how much of the sums of gradients counts."""
         at = np.zeros((len(self._cuts) + 1, self._const.shape[1]))
         for i, cut in enumerate(self._cuts):
             at[i] = shares[cut]
-        return EdgesPriced(self, shares, self._const + self._slope * at[self._cut])
+        return EdgesPriced(self, shares, self._const + self._slope * at[self._cut], exposed)
 
     def _recut(self, edge: Edge) -> StepCost:
         source, target = edge.before.states[edge.axis], edge.after.states[edge.axis]
@@ -214,8 +214,8 @@ class EdgePrices:
 class EdgesPriced:
     """Edges at shares. fractions: of tensors, per kind, by the numbers of `EdgePrices`."""
 
-    def __init__(self, prices: EdgePrices, shares: Shares, fractions: Array):
-        self.prices, self.shares, self.fractions = prices, shares, fractions
+    def __init__(self, prices: EdgePrices, shares: Shares, fractions: Array, exposed: float):
+        self.prices, self.shares, self.fractions, self.exposed = prices, shares, fractions, exposed
         self.values = [self._values(part) for part in prices.parts]
         self.copies = [self._copies(part) for part in prices.parts]
 
@@ -255,10 +255,11 @@ class EdgesPriced:
         """Per form, seconds of the collective: rows x kinds."""
         first, second = (self.fractions[which] * part.bytes[:, None] for which in (part.first, part.second))
         forms, links = self.prices.forms if part.collective == "all_gather" else self.prices.forms[:1], self.prices.costs.links[part.axis]
-        return [
+        found = [
             np.maximum.reduce([np.array(a) * first + np.array(b) * second + np.outer(part.latency, c) for a, b, c in pieces])
             for pieces in (links.pieces(part.collective, form) for form in forms)
         ]
+        return found if self.exposed == 1.0 else [np.where(part.sums[:, None], self.exposed * seconds, seconds) for seconds in found]
 
     def _copies(self, part: Part) -> list[tuple[Array, Array]]:
         """Per form, seconds of copies forward and backward: rows x kinds."""

@@ -57,12 +57,13 @@ class _TooMany(Exception):
 
 
 class Enumeration:
-    """All programs of a theory. most: end where there are more, or eight times as many operands were tried.
+    """All programs of a theory. most: end where there are more, or eight times as many operands were tried. exposed: see `Problem`.
     `found`: (seconds, bytes per kind) of each."""
 
     def __init__(self, theory: Theory, costs: CostModel, shares: Shares, limits: Array | None = None, forms: frozenset[str] = ALL_FORMS,
-                 most: int | None = None):  # fmt: skip
+                 most: int | None = None, exposed: float = 1.0):  # fmt: skip
         self.theory, self.costs, self.shares, self.limits, self.forms, self.most = theory, costs, shares, limits, forms, most
+        self.exposed = exposed
         self.graph = theory.graph
         self.whole = Placement((REPLICATED,) * len(theory.mesh.axes))
         self.found: list[tuple[float, Array]] = []
@@ -178,7 +179,7 @@ class Enumeration:
         for c in step.communication:
             value = self._at(c.term)
             if c.direction == "synchronise":
-                cost += max(value)
+                cost += self.exposed * max(value)
             elif c.direction == "forward":
                 cost, forward = (cost + max(forward) + max(value), self.zero) if c.cuts else (cost, _plus(forward, value))
             else:

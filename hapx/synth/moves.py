@@ -66,7 +66,8 @@ class Moves:
         self.values = Values(problem.terms, shares)
         problem.grid = problem.grid or Grid(problem)
         self.grid: Grid = problem.grid
-        self.edges = self.grid.edges.at(shares)
+        self.exposed = problem.exposed
+        self.edges = self.grid.edges.at(shares, self.exposed)
         self.nothing = nothing(problem.terms.kinds)
         self._moves: dict[tuple[int, tuple[int, ...], int], tuple[Move, ...]] = {}
         self._options: dict[tuple[int, int, int, bool], tuple[Option, ...]] = {}
@@ -85,8 +86,8 @@ class Moves:
         """A move that was found at other shares or prices, with its effect at these."""
         effect = self.nothing
         for use in move.uses:
-            for part in (use.kept, use.conversion):
-                effect = compose(effect, self._effect(part.step)) if part is not None else effect
+            effect = compose(effect, self._effect(use.kept.step)) if use.kept is not None else effect
+            effect = compose(effect, self._effect(use.conversion.step, self.exposed)) if use.conversion is not None else effect
         last = self.effects(kind)[move.choice.index]
         return move._replace(effect=compose(effect, last) if effect is not self.nothing else last)
 
@@ -167,7 +168,7 @@ class Moves:
     def _whole(self, conversion: Conversion, effect: Effect, holds: bool) -> Effect:
         """Of a path with what it keeps in memory; effect: of its edges, which of more than one is not quite that of all, as all copies come last."""
         if len(conversion.path) > 1:
-            return self._effect(conversion.step)
+            return self._effect(conversion.step, self.exposed)
         held = conversion.table.held(conversion.table.placements[conversion.target]) if holds else -1
         return self._counted(effect._replace(memory=self.values[held]))
 
@@ -183,7 +184,7 @@ class Moves:
         moved = self.edges.moved(number, edge.step.form, edge.step.free) if number is not None else None
         if moved is None:
             terms = table.terms_of(edge)
-            return self.values.effect(StepTerms(terms.forward, terms.backward, terms.communication, -1))
+            return self.values.effect(StepTerms(terms.forward, terms.backward, terms.communication, -1), self.exposed)
         seconds, forward, backward, sums, cuts, copied = moved
         events: list[Event] = [("forward", seconds, cuts)] * forward
         events += [("synchronise" if sums else "backward", seconds, cuts)] * backward
@@ -203,8 +204,8 @@ class Moves:
             for option in self._converted(table, table.closure(kept.placement), target):
                 yield option._replace(effect=compose(base, option.effect), kept=kept)
 
-    def _effect(self, step: StepTerms) -> Effect:
-        return self._counted(self.values.effect(step))
+    def _effect(self, step: StepTerms, exposed: float = 1.0) -> Effect:
+        return self._counted(self.values.effect(step, exposed))
 
     def _counted(self, effect: Effect) -> Effect:
         if self.prices is not None:

@@ -114,6 +114,7 @@ class Problem:
     seeds: list[Mapping[int, Any]] | None = None  # see `hapx.synth.seeds`; made when first searched
     watch: Callable[[int, float, float | None], None] | None = None  # see `hapx.synth.astar.Watch`
     within: float = 0.0  # relative distance from the optimum that is good enough; see `hapx.synth.search`
+    exposed: float = 1.0  # how much of the sums of gradients counts, where the rest is taken to run behind backward; see `hapx.overlap`
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
     written: dict[Any, Any] = field(default_factory=dict)  # by choices, what `hapx.synth.writer` made of them
     repetition: Any = None  # see `hapx.synth.periods`; made when first searched

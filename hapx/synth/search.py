@@ -11,7 +11,8 @@ memory gets a price (`hapx.synth.limited`), and in small problems the search is 
 
 How exact: programs of up to `EXACT` steps are optimal, those of up to `NEARLY` on one axis within `ALMOST` and larger ones within `WITHIN` of the
 optimum, proven by the bound, unless the search ends with its budget; then a wider beam follows. Where memory must be priced, the prices may leave a
-gap. `statistics.gap` says what was proven.
+gap. `statistics.gap` says what was proven. Where only a part of the sums of gradients counts (`hapx.overlap`), searches end early, as on two axes
+they would take longer than what they bring is worth.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def program_key(theory: Theory) -> ProgramKey:
     return ProgramKey(graph.mode, tuple(graph.refs[n].shape for n in graph.input_names))
 
 
-def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET, wide: bool = True) -> State | None:
+def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET) -> State | None:
     """First good programs, so that most of what the search would generate is above the best of them: those that were found at other shares, or else
     those that people write by hand and what beams find. Where the best is not wanted exactly, the search hardly ever finds a better one, so it is
     short."""
@@ -160,11 +161,12 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     found = [state for last in problem.programs if (state := domain.follow(last)) is not None]
     best = min(found, key=lambda s: s.estimate, default=None)
     within = _tolerance(problem) if tolerance is None else tolerance
-    if best is None:
-        best = _incumbent(domain, statistics, within)
+    if best is None or problem.exposed < 1:  # what was found where all counts is far from the best where a part does
+        best = _incumbent(domain, statistics, within, best)
     own = Statistics()
-    best = search(domain, own, best, BUDGET // 6 if problem.within else budget, within, problem.watch)
-    if wide:
+    short = problem.within or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
+    best = search(domain, own, best, BUDGET // 6 if short else budget, within, problem.watch)
+    if problem.exposed == 1:
         best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1])
     statistics.add(own)
     if best is not None:
@@ -172,13 +174,13 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     return _counted(domain, statistics, best)
 
 
-def _incumbent(domain: Synthesis, statistics: Statistics, within: float) -> State | None:
+def _incumbent(domain: Synthesis, statistics: Statistics, within: float, best: State | None) -> State | None:
     """A good program of beams: of a narrow one for every seed, and of a narrow and a wide one that may choose whatever they like. Where the best is
     not wanted exactly, these two come first, and the seeds only if it may be further off than that."""
-    problem, best = domain.problem, None
+    problem = domain.problem
     if problem.seeds is None:
         problem.seeds = seeds(problem)
-    narrow, free = [(seed, 1) for seed in problem.seeds], [(None, 1), (None, WIDTH)]
+    narrow, free = [(seed, 1) for seed in problem.seeds], [(None, 1), (None, WIDTH)][: 1 if problem.exposed < 1 else 2]
     start = domain.start()
     for only, width in [*free, *narrow] if problem.within else [*narrow, *free]:
         if best is not None and width == 1 and start is not None and start.estimate >= best.estimate * (1 - within):

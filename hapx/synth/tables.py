@@ -60,8 +60,11 @@ class Values:
             self._values.append(tuple(term.at(self.shares).tolist()))
         return self._values[number]
 
-    def effect(self, step: StepTerms) -> Effect:
+    def effect(self, step: StepTerms, exposed: float = 1.0) -> Effect:
+        """exposed: how much of what is synchronised counts."""
         events = [(d, self[n], cuts) for d, n, cuts in step.communication]
+        if exposed != 1.0:
+            events = [(d, tuple([exposed * x for x in own]) if d == "synchronise" else own, cuts) for d, own, cuts in events]
         return effect(events, self[step.forward], self[step.backward], self[step.memory])  # type: ignore[arg-type]
 
 

@@ -114,8 +114,8 @@ class ToyPrices:
     edges: Sequence[Edge]
     forms: frozenset[str]
 
-    def at(self, shares: Shares) -> ToyPriced:
-        return ToyPriced(self, shares)
+    def at(self, shares: Shares, exposed: float = 1.0) -> ToyPriced:
+        return ToyPriced(self, shares, exposed)
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ class ToyPriced:
 
     prices: ToyPrices
     shares: Shares
+    exposed: float
 
     def moved(self, number: int, form: Form, free: bool) -> None:
         return None
@@ -140,7 +141,7 @@ class ToyPriced:
             costs = costs_of.conversion(edge.ref, (step,), edge.after).communication
             total = np.zeros(len(forward))
             for c in costs:
-                value = c.term.at(shares)
+                value = c.term.at(shares) * (self.exposed if c.direction == "synchronise" else 1.0)
                 joins = c.cuts or c.direction == "synchronise"
                 total += value.max() if joins else (forward if c.direction == "forward" else backward) @ value
             found.append(total)

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.random_cases import FLAT, LEAST, SQUARE, random_case
-from benchmarks.whole_space import binding_limits, compare
+from benchmarks.random_cases import FLAT, LEAST, PADDED, SQUARE, random_case
+from benchmarks.whole_space import RULE, binding_limits, compare
 from hapx.plan import Mesh
 from hapx.synth.domain import State, Synthesis
+from hapx.synth.exhaustive import Enumeration
+from hapx.synth.problem import build
+from hapx.synth.search import program_key, solve
 
 SEEDS = (0, 1, 2, 5, 7, 8, 9, 10, 12, 13, 14, 17, 18, 19, 42)  # of those that have a case on both meshes
 
@@ -27,6 +30,21 @@ def test_equals_enumeration(mesh: Mesh, seed: int) -> None:
         limited = compare(case, limits)
         assert 0 < limited.programs < free.programs
         assert limited.equal, limited
+
+
+@pytest.mark.parametrize("mesh", (FLAT, SQUARE), ids=lambda m: m.name)
+@pytest.mark.parametrize("seed", (1, 9, 14, 19, 42))  # the cheapest programs of these sum gradients
+def test_equals_enumeration_where_sums_of_gradients_count_in_part(mesh: Mesh, seed: int) -> None:
+    case = random_case(mesh, seed)
+    assert case is not None
+    problem = build(case.theory, case.costs, RULE)
+    costs = []
+    for exposed in (0.0, 0.3, 1.0):
+        problem.exposed = exposed
+        costs.append(solve(problem, case.shares, None, program_key(case.theory)).cost)
+        least = Enumeration(case.theory, case.costs, case.shares, forms=PADDED, exposed=exposed).run().cost
+        assert costs[-1] == pytest.approx(least, rel=1e-9)
+    assert costs[0] < costs[1] < costs[2], "gradients are summed in the cheapest program"
 
 
 def test_a_wrong_dominance_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from hapx.synth.astar import Statistics, beam, search
 from hapx.synth.domain import Synthesis
 from hapx.synth.exhaustive import Enumeration
 from hapx.synth.problem import build
-from hapx.synth.search import least_memory, program_key, synthesize
+from hapx.synth.search import least_memory, program_key, solve, synthesize
 from hapx.theory.replay import replay
 from support import toy
 
@@ -41,6 +41,16 @@ def test_equals_enumeration(seed):
     assert solution.cost == pytest.approx(count.cost, rel=1e-9)
     assert solution.statistics.unproven == 0
     replay(solution.program, theory, solution.storage_of)
+
+
+@pytest.mark.parametrize("exposed", (0.0, 0.4))
+@pytest.mark.parametrize("seed", SEEDS[::5])
+def test_equals_enumeration_where_sums_of_gradients_count_in_part(seed, exposed):
+    theory, costs, shares = case(seed)
+    problem = build(theory, costs, RULE)
+    problem.exposed = exposed
+    solution = solve(problem, shares, None, program_key(theory))
+    assert solution.cost == pytest.approx(Enumeration(theory, costs, shares, forms=PADDED, exposed=exposed).run().cost, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", (5, 7, 13, 15, 19, 21, 23, 25, 26, 29, 31, 45))

@@ -1,0 +1,44 @@
+"""Programs whose synchronisation hides behind backward: what the additive cost cannot see, the plan has."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.baselines import EXPERT, Bench, systems
+from benchmarks.workloads import bert_moe, machines
+from hapx.alternation import Counters, Setting
+from hapx.lower import Candidate
+from hapx.overlap import exposed, synchronisation
+from hapx.planner import key_of, plan_spmd, views
+from hapx.restriction import AUTO, Restriction
+from hapx.simulate import simulate_program
+from hapx.theory.discover import discover
+
+GRAPH = discover(bert_moe(256, 16, 4))
+CLUSTER = machines((8, "V100-SXM2-16GB", 1))
+
+
+def planned(rule: Restriction = AUTO) -> tuple[list[Candidate], Counters]:
+    counters = Counters()
+    return plan_spmd(Setting(GRAPH, key_of(GRAPH), CLUSTER, rule, "fp32", "adamw"), counters, views(CLUSTER, AUTO)[:1]), counters
+
+
+def test_a_program_that_people_write_by_hand_is_found_though_the_additive_cost_prefers_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand = Bench(GRAPH, CLUSTER).best(systems(GRAPH)[EXPERT])
+    assert by_hand is not None
+    found, _ = planned()
+    assert found[0].time <= by_hand.time * (1 + 1e-6)
+    assert min(c.cost for c in found) < found[0].cost, "the additive cost prefers another program"
+    monkeypatch.setattr("hapx.planner.overlapped", lambda *_: [])
+    assert planned()[0][0].time > 1.01 * by_hand.time
+
+
+def test_what_is_exposed_is_what_the_simulator_adds() -> None:
+    rule = Restriction(split="batch", storage="as-used", sfb="never", forms=frozenset({"padded"}))
+    best = planned(rule)[0][0]
+    sums = synchronisation(best)
+    timeline = simulate_program(best.program, GRAPH, best.costs, best.lengths)
+    assert timeline.total == pytest.approx(best.time)
+    assert 0 < exposed(best) < 1
+    assert best.cost - sums + exposed(best) * sums == pytest.approx(best.time)
+    assert sum(s.stop - s.start for s in timeline.spans[0] if "synchronise bucket" in s.name) == pytest.approx(sums)
