@@ -56,7 +56,8 @@ def _throughput(path: Path, results: Sequence[Result]) -> Path | None:
             gpus = sorted({r.case.gpus for r in results})
             panel.set_xticks(gpus, [str(g) for g in gpus], minor=False)
             panel.minorticks_off()
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    known = {label: line for panel in panels.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=4, fontsize=8)
     return _save(figure, path.with_name(f"{path.stem}-throughput.svg"))
 
 
@@ -72,8 +73,12 @@ def _ablation(path: Path, results: Sequence[Result]) -> Path | None:
     panel = figure.subplots()
     width = 0.8 / len(parts)
     for number, name in enumerate(parts):
-        times = [of(results, c)[name].time / of(results, c)[HAPX].time for c in cases]
-        panel.bar([i + (number - (len(parts) - 1) / 2) * width for i in range(len(cases))], times, width, label=name)
+        places = [i + (number - (len(parts) - 1) / 2) * width for i in range(len(cases))]
+        times = [of(results, c)[name].time / of(results, c)[HAPX].time if of(results, c)[name].fits else 0.0 for c in cases]
+        panel.bar(places, times, width, label=name)
+        for place, seconds in zip(places, times, strict=True):
+            if not seconds:
+                panel.text(place, 0.85, "does not fit", rotation=90, ha="center", va="bottom", fontsize=6)
     panel.axhline(1.0, color="black", linewidth=0.8)
     panel.set_xticks(range(len(cases)), [f"{c.model}\n{c.gpus}" for c in cases], fontsize=7)
     panel.set(ylabel="time, hapx = 1", ylim=(0.8, None))
