@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.markdown import markdown
 from benchmarks.propagation import largest_dims
-from benchmarks.workloads import _module, machines
+from benchmarks.workloads import example_module, machines
 from benchmarks.zero2 import zero2
 from hapx.cost.memory import RESERVE
 from hapx.errors import InsufficientMemoryError
@@ -51,7 +51,7 @@ def gpt(devices: int) -> Graph:
     """Four layers on 8 sequences of 1024 tokens of 51200; wider on more devices, as in Alpa's experiment."""
     width = {1: 1536, 4: 3072, 8: 4096}[devices]
     with torch.device("meta"):
-        model = _module("gpt").GPT(51200, width, width // 128, 4, 1024)
+        model = example_module("gpt").GPT(51200, width, width // 128, 4, 1024)
         tokens = torch.zeros(8, 1024, dtype=torch.int64)
     return capture(model, (tokens, torch.zeros_like(tokens)))
 
@@ -59,7 +59,7 @@ def gpt(devices: int) -> Graph:
 @cache
 def moe(devices: int) -> Graph:
     """Four layers, every second one with eight experts per device of width 1024, on 32 sequences of 128 tokens per device."""
-    module, batch = _module("bert_moe"), 32 * devices
+    module, batch = example_module("bert_moe"), 32 * devices
     with torch.device("meta"):
         model = module.BERTMoE(module.VOCABULARY, 1024, module.CONTEXT, heads=16, layers=4, experts=8 * devices)
         tokens = torch.zeros(batch, module.CONTEXT, dtype=torch.int64)
@@ -69,7 +69,7 @@ def moe(devices: int) -> Graph:
 @cache
 def wide_resnet(devices: int) -> Graph:
     """50 layers with 250 million, 1 and 2 billion parameters, on 32 images of 112 x 112."""
-    module = _module("wide_resnet")
+    module = example_module("wide_resnet")
     return capture(*module.make(module.SIZES[{1: "250M", 4: "1B", 8: "2B"}[devices]], 32, 112))
 
 
