@@ -288,6 +288,7 @@ class Alternation:
         lengths = self._lengths(ratios) | {c: own for c, own in (given or {}).items() if c in self.problem.cuts}
         kept: list[float] = []
         why = "too small"
+        self.fitting.limits = self.fitting.capacity.copy()
         try:
             why = self._run(ratios, lengths, known, kept, above, most)
         finally:
