@@ -22,6 +22,7 @@ from typing import Generic, Protocol, TypeVar
 
 TOLERANCE = 1e-11
 EVERY = 200  # expansions between two calls of whoever watches
+PACE = 300  # nodes kept after which a search is asked whether its budget leads anywhere
 
 Watch = Callable[[int, float, float | None], None]  # expansions since the last call, least estimate that is open, best solution known
 
@@ -160,7 +161,8 @@ def search(
     """A solution that is optimal within `tolerance` (relative), or `incumbent` where nothing is better; None if there is no solution at all.
 
     budget: nodes to keep at most (four times as many while there is no solution); when it is spent, the best solution so far is returned
-    and `statistics.unproven` says so, `statistics.gap` how far from the best it may be."""
+    and `statistics.unproven` says so, `statistics.gap` how far from the best it may be. A search whose least estimate has
+    hardly risen after the first `PACE` nodes, so that at this pace it would not come half of the way to a proof, ends there."""
     best = incumbent
     limit = best.estimate * (1 - tolerance) if best is not None else float("inf")
     least = limit  # below the estimates of everything that was not followed further
@@ -170,6 +172,7 @@ def search(
         return best
     queue: list[tuple[float, int, int, N]] = [(start.estimate, 0, 0, start)]
     count = generated = 0
+    asked = slow = False
     while queue:
         estimate, _, _, node = heapq.heappop(queue)
         if estimate >= limit:
@@ -180,7 +183,9 @@ def search(
         if node.level == domain.depth:
             best = node
             break
-        if budget is not None and count > (budget if best is not None else 4 * budget):
+        if budget is not None and best is not None and not asked and count >= PACE:
+            asked, slow = True, (estimate - start.estimate) * budget < (limit - start.estimate) * count / 2
+        if budget is not None and (slow or count > (budget if best is not None else 4 * budget)):
             statistics.unproven += 1
             statistics.cut += len(queue) + 1
             least = estimate

@@ -153,7 +153,7 @@ def program_key(theory: Theory) -> ProgramKey:
     return ProgramKey(graph.mode, tuple(graph.refs[n].shape for n in graph.input_names))
 
 
-def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET) -> State | None:
+def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET, wide: bool = True) -> State | None:
     """First good programs, so that most of what the search would generate is above the best of them: those that were found at other shares, or else
     those that people write by hand and what beams find. Where the best is not wanted exactly, the search hardly ever finds a better one, so it is
     short."""
@@ -166,7 +166,7 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     own = Statistics()
     short = problem.within or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
     best = search(domain, own, best, BUDGET // 6 if short else budget, within, problem.watch)
-    if problem.exposed == 1:
+    if wide and problem.exposed == 1:
         best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1])
     statistics.add(own)
     if best is not None:
