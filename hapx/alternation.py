@@ -209,7 +209,7 @@ class Alternation:
             self._alternate(dict.fromkeys(self.rows, even), inf)
         return [candidate for key, candidate in self.found.items() if key not in known]
 
-    def exposing(self, part: float, above: float) -> list[Candidate]:
+    def exposing(self, part: float, above: float) -> Candidate | None:
         """A program that is best where only this part of the sums of gradients counts (see `hapx.overlap`), at the best ratios so far and at its own.
         None where the bound says that all programs take more than `above` then."""
         start, before, searched = self._by_kind(self._best().shares), self.found, self.searched
@@ -217,10 +217,9 @@ class Alternation:
         try:
             with suppress(InsufficientMemoryError):  # something else fits
                 self._alternate(start, inf, above=above, most=1)
-            new = list(self.found.values())
+            return min(self.found.values(), key=attrgetter("cost"), default=None)
         finally:
             self.found, self.searched, self.problem.exposed = before, searched, 1.0
-        return new
 
     def _best(self) -> Candidate:
         return min(self.found.values(), key=attrgetter("cost"))

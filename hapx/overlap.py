@@ -39,12 +39,11 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
             return None
         counted.append(part)
         new = alternation.exposing(part, known * (1 - WORTH))
-        first = min(new, key=lambda c: c.cost, default=None)
-        if first is None or id(first.program) in programs:
+        if new is None or id(new.program) in programs:
             return None
-        programs.add(id(first.program))
-        found.extend(new)
-        return first
+        programs.add(id(new.program))
+        found.append(new)
+        return new
 
     ends = [best]
     if _all_sums(alternation) < known:
