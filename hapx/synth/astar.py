@@ -22,7 +22,6 @@ from typing import Generic, Protocol, TypeVar
 
 TOLERANCE = 1e-11
 EVERY = 200  # expansions between two calls of whoever watches
-PACE = 300  # nodes kept after which a search is asked whether its budget leads anywhere
 
 Watch = Callable[[int, float, float | None], None]  # expansions since the last call, least estimate that is open, best solution known
 
@@ -156,13 +155,13 @@ def _best(domain: Domain[N], nodes: list[N], width: int, statistics: Statistics)
 
 def search(
     domain: Domain[N], statistics: Statistics, incumbent: N | None = None, budget: int | None = None, tolerance: float = TOLERANCE,
-    watch: Watch | None = None,
+    watch: Watch | None = None, pace: int | None = None,
 ) -> N | None:  # fmt: skip
     """A solution that is optimal within `tolerance` (relative), or `incumbent` where nothing is better; None if there is no solution at all.
 
     budget: nodes to keep at most (four times as many while there is no solution); when it is spent, the best solution so far is returned
-    and `statistics.unproven` says so, `statistics.gap` how far from the best it may be. A search whose least estimate has
-    hardly risen after the first `PACE` nodes, so that at this pace it would not come half of the way to a proof, ends there."""
+    and `statistics.unproven` says so, `statistics.gap` how far from the best it may be. pace: nodes after which a search
+    ends whose least estimate has risen so little that at this pace it would not come half of the way to a proof with its budget."""
     best = incumbent
     limit = best.estimate * (1 - tolerance) if best is not None else float("inf")
     least = limit  # below the estimates of everything that was not followed further
@@ -183,7 +182,7 @@ def search(
         if node.level == domain.depth:
             best = node
             break
-        if budget is not None and best is not None and not asked and count >= PACE:
+        if budget is not None and pace is not None and best is not None and not asked and count >= pace:
             asked, slow = True, (estimate - start.estimate) * budget < (limit - start.estimate) * count / 2
         if budget is not None and (slow or count > (budget if best is not None else 4 * budget)):
             statistics.unproven += 1

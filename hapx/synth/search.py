@@ -48,6 +48,7 @@ NEARLY = 400  # and up to which one on a single axis is solved to a
 ALMOST = 1e-6  # relative distance from the optimum
 WIDE = (16, 4)  # width of the beam that follows where a search ends with its budget, on meshes of one axis and of several, and
 WIDEST = (256, 64)  # the same where memory binds in a problem of up to EXACT steps
+PACE = 300  # partial programs after which the search of a problem of more than EXACT steps is asked whether its budget leads anywhere
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
 
@@ -165,7 +166,8 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
         best = _incumbent(domain, statistics, within, best)
     own = Statistics()
     short = problem.within or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
-    best = search(domain, own, best, BUDGET // 6 if short else budget, within, problem.watch)
+    pace = PACE if len(problem.steps) > EXACT else None
+    best = search(domain, own, best, BUDGET // 6 if short else budget, within, problem.watch, pace)
     if wide and problem.exposed == 1:
         best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1])
     statistics.add(own)
