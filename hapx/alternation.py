@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any, Literal
@@ -39,7 +39,7 @@ from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import attempt, least_memory
+from hapx.synth.search import EXACT, LONG, attempt, least_memory
 from hapx.synth.writer import Solution
 from hapx.theory.triple import Theory
 
@@ -174,6 +174,7 @@ class Alternation:
         segments = self.setting.graph.segments > 1 and not self.setting.given
         if self.free and (self.setting.start is None or segments) and self.small:
             self._further(known)
+        self._longer()
         return [*self.found.values(), *([self.old] if self.old is not None else [])]
 
     # -- where it begins ---------------------------------------------------------------------------------------------------------------------------
@@ -198,6 +199,19 @@ class Alternation:
         row = self.rows[0]
         for start in further(np.asarray(self.costs.speeds), self.sizes, lambda: self._by_kind(self._best().shares)[row]):
             yield {r: start[r.kind == "storage"] for r in self.rows}
+
+    def _longer(self) -> None:
+        """Where memory binds in a small problem and the best program may be far from the best one at its ratios: one search more, a long one."""
+        best = self._best()
+        if self.prices is None or best.gap <= STALLED or len(self.problem.steps) > EXACT or self.setting.within:
+            return
+        solution = next(s for s, _ in self.goals.values() if s.program is best.program)
+        shares, goal, ratios = self.costs.lengths_to_shares(best.lengths), self._goal(solution), self._by_kind(best.shares)
+        self.fitting.correct(solution, goal.memory(shares), dict(best.lengths))
+        found, _ = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, budget=LONG)
+        if found is not None:
+            self.counters.search.add(found.statistics)
+            self._keep(found, self._goal(found), dict(best.lengths), ratios)
 
     def from_even_shares(self) -> list[Candidate]:
         """Candidates from even shares, where `_starts` left them out because a search on several axes costs more. For the best view only."""
@@ -426,4 +440,6 @@ class Alternation:
             self.found[key] = Candidate(
                 self.theory, self.costs, solution.program, solution.storage_of, lengths, per, cost, cost, solution.statistics.gap
             )
+        elif solution.statistics.gap < self.found[key].gap:
+            self.found[key] = replace(self.found[key], gap=solution.statistics.gap)
         return self.found[key]

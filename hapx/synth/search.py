@@ -43,6 +43,7 @@ from hapx.theory.triple import Theory
 WIDTH = 4  # of the beam
 REMEMBERED = 2  # programs that the next search begins with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
+LONG = 60_000  # the same for problems of up to EXACT steps in which memory binds, where a single one is searched
 EXACT = 100  # steps up to which a problem is solved to the end
 NEARLY = 400  # and up to which one on a single axis is solved to a
 ALMOST = 1e-6  # relative distance from the optimum
@@ -57,7 +58,7 @@ def solve(problem: Problem, shares: Shares, limits: Vector | None, key: ProgramK
     """The cheapest program at these shares. limits: bytes per kind (None: not limited). prices: of memory, to begin with, where limits bind.
 
     Raises InsufficientMemoryError when no program fits."""
-    found, nearest = attempt(problem, shares, limits, key, prices)
+    found, nearest = attempt(problem, shares, limits, key, prices, budget=LONG)
     if found is None:
         assert limits is not None
         raise too_small(problem, nearest[-1], limits)
@@ -65,11 +66,18 @@ def solve(problem: Problem, shares: Shares, limits: Vector | None, key: ProgramK
 
 
 def attempt(
-    problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None, exact: bool = True, above: float = inf
+    problem: Problem,
+    shares: Shares,
+    limits: Vector | None,
+    key: ProgramKey,
+    prices: Vector | None = None,
+    exact: bool = True,
+    above: float = inf,
+    budget: int = BUDGET,
 ) -> tuple[Solution | None, tuple[Solution, ...]]:
     """As `solve`, with what other ratios may make fit where memory binds: the cheapest program, and the one of least memory if nothing was found.
-    exact: small problems where memory binds are searched to the end; otherwise only with prices of memory. above: seconds; nothing at all where the
-    bound says that every program takes more."""
+    exact: small problems where memory binds are searched to the end (with a budget), otherwise only with prices of memory. above:
+    seconds; nothing at all where the bound says that every program takes more."""
     statistics = Statistics()
     domain = Synthesis(problem, shares, None)
     start = domain.start()
@@ -82,7 +90,7 @@ def attempt(
     cheapest = solution(problem, best, best.estimate, key, statistics)
     if limits is None or all(map(le, best.memory, limits)):
         return cheapest, ()
-    found, least = _limited(problem, shares, limits, key, best, prices, statistics, exact)
+    found, least = _limited(problem, shares, limits, key, best, prices, statistics, budget if exact else None)
     if found is not None:
         return found, (cheapest,)
     assert least is not None, "found by prices of memory"
@@ -96,7 +104,14 @@ def attempt(
 
 
 def _limited(
-    problem: Problem, shares: Shares, limits: Vector, key: ProgramKey, cheapest: State, prices: Vector | None, statistics: Statistics, exact: bool
+    problem: Problem,
+    shares: Shares,
+    limits: Vector,
+    key: ProgramKey,
+    cheapest: State,
+    prices: Vector | None,
+    statistics: Statistics,
+    budget: int | None,
 ) -> tuple[Solution | None, Solution | None]:
     """The cheapest program that fits, None where none was found; and, where prices of memory led to none, the one of least memory. `cheapest` does
     not fit."""
@@ -108,7 +123,7 @@ def _limited(
         statistics.add(own)
         return found, gap
 
-    small = exact and len(problem.steps) <= EXACT
+    small = budget is not None and len(problem.steps) <= EXACT
     found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices)
     best, cost, least = found.best, found.cost, None
     if best is None:
@@ -122,7 +137,7 @@ def _limited(
         else:
             best = domain.follow(problem.programs[0])  # that of least memory
         own = Statistics()
-        best = _counted(domain, own, search(domain, own, best, BUDGET, watch=problem.watch))
+        best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch))
         best = _widened(domain, own, best, WIDEST[len(problem.theory.mesh.axes) > 1])
         statistics.gap = 0.0  # that of the program without limits
         statistics.add(own)

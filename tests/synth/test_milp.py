@@ -29,7 +29,7 @@ def test_equals_enumeration(mesh: Mesh, seed: int) -> None:
         assert found.bound == pytest.approx(least, rel=1e-6)
 
 
-@pytest.mark.parametrize("case", (Case("CNN", "4"), Case("CNN", "4", tight=True), Case("GPT", "8")), ids=str)
+@pytest.mark.parametrize("case", (Case("CNN", "4"), Case("CNN", "4", tight=True), Case("GPT", "4", tight=True), Case("GPT", "8")), ids=str)
 def test_search_is_as_good(case: Case) -> None:
     compared = compare(case, 60)
     assert compared.oracle.proven
