@@ -120,6 +120,7 @@ MEANINGS = {
     "hopeless": "its program was more than 10 % above the best",
     "limit": "after 8 rounds",
     "too small": "nothing fitted into memory at its ratios",
+    "once": "searched once, with a part of the sums of gradients",
 }
 
 

@@ -345,7 +345,7 @@ class Alternation:
             kept.append(best)
             if best >= before * (1 - STALLED):
                 return "stalled"
-        return "limit"
+        return "limit" if most > 1 else "once"
 
     def _balanced(self, solutions: Sequence[Solution], ratios: Mapping[Row, Vector]) -> tuple[Mapping[Row, Vector], Lengths, Candidate] | None:
         """Of the programs at their best ratios, the fastest whose peak fits there; None if none does."""
