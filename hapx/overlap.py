@@ -4,8 +4,8 @@ The additive cost counts the sums of gradients in full, though they run beside b
 have spared. Let A be the seconds of a program without these sums, S those of the sums, and e the part of S that backward does not hide, which only
 the simulator knows. For every e, a search that counts the part e of the sums (`Problem.exposed`) finds the program of least A + e S, a corner of the
 lower convex hull of all (S, A). The planner has that of e = 1. Here comes that of e = 0, plain data parallelism most often, and from both ends on the
-corners at what their programs expose, until these are known (a fixed point: the program found leaves bare what was counted). If both ends
-are one program, it is the best for every e.
+corners at what their programs expose, until these are known (a fixed point: the program found leaves bare what was counted). The least A + e S is a
+concave function of e, so between two ends it lies above their chord and below their lines: where these are close, nothing is searched for.
 
 In: the alternation of a view that was searched, its best candidate, and one that gives candidates their simulated times. Out: further candidates,
 which only the simulator can rank.
@@ -46,6 +46,14 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
         return new
 
     ends = [best]
+
+    def promising(part: float) -> bool:
+        """Whether a program may be cheaper with this part of the sums than those of both ends, which are the best ones there."""
+        if len(ends) == 1 or max(end.gap for end in ends) > WORTH:
+            return True
+        (one, more), (other, less) = ((c.cost - synchronisation(c), synchronisation(c)) for c in (ends[1], best))
+        return min(one + part * more, other + part * less) - ((1 - part) * one + part * best.cost) > WORTH * known
+
     if _all_sums(alternation) < known:
         hidden = searched(0.0)
         if hidden is None:  # nothing is faster even where all sums hide, or one program is the best for every part
@@ -54,7 +62,8 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
     for end in ends:
         at: Candidate | None = end
         while at is not None:
-            at = searched(exposed(timed(at)))
+            part = exposed(timed(at))
+            at = searched(part) if promising(part) else None
     return found
 
 
