@@ -223,15 +223,15 @@ class Alternation:
             self._alternate(dict.fromkeys(self.rows, even), inf)
         return [candidate for key, candidate in self.found.items() if key not in known]
 
-    def exposing(self, part: float, above: float) -> list[Candidate]:
-        """The program that is best where only this part of the sums of gradients counts (see `hapx.overlap`), at the best ratios so far (where none
-        counts: in proportion to speed), and at its own. None where the bound says that all programs take more than `above` then."""
-        start, before, searched = self._by_kind(self._best().shares if part else {}), self.found, self.searched
+    def exposing(self, part: float, above: float) -> Candidate | None:
+        """A program that is best where only this part of the sums of gradients counts (see `hapx.overlap`), at the best ratios so far and at its own.
+        None where the bound says that all programs take more than `above` then."""
+        start, before, searched = self._by_kind(self._best().shares), self.found, self.searched
         self.found, self.searched, self.problem.exposed = {}, set(), part
         try:
             with suppress(InsufficientMemoryError):  # something else fits
                 self._alternate(start, inf, above=above, most=1)
-            return list(self.found.values())
+            return min(self.found.values(), key=attrgetter("cost"), default=None)
         finally:
             self.found, self.searched, self.problem.exposed = before, searched, 1.0
 

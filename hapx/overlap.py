@@ -38,12 +38,12 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
         if len(counted) > SEARCHES or any(abs(part - e) <= ALIKE for e in counted):
             return None
         counted.append(part)
-        new = alternation.exposing(part, known)
-        if not new or id(new[0].program) in programs:
+        new = alternation.exposing(part, known * (1 - WORTH))
+        if new is None or id(new.program) in programs:
             return None
-        programs.add(id(new[0].program))
-        found.extend(new)
-        return min(new, key=lambda c: c.cost)
+        programs.add(id(new.program))
+        found.append(new)
+        return new
 
     ends = [best]
 
