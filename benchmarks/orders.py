@@ -82,13 +82,13 @@ def _random_orders(edges: nx.DiGraph, seed: int, number: int) -> Iterator[tuple[
 def reordered_theory(theory: Theory, order: Sequence[int]) -> Theory:
     """The same triples for the nodes in another order."""
     triples = tuple(tuple(replace(t, node=k) for t in theory.triples[i]) for k, i in enumerate(order))
-    return replace(theory, graph=reordered(theory.graph, order), triples=triples, alike=())
+    return replace(theory.with_triples(triples), graph=reordered(theory.graph, order))
 
 
 def thinned(theory: Theory, keep: int, seed: int) -> Theory:
     """`keep` triples per node, drawn at random: programs that communicate much more than an optimum of the whole theory does."""
     rng = random.Random(seed)
-    return replace(theory, triples=tuple(tuple(rng.sample(ts, min(keep, len(ts)))) for ts in theory.triples), alike=())
+    return theory.with_triples(tuple(rng.sample(ts, min(keep, len(ts)))) for ts in theory.triples)
 
 
 def compare_orders(theory: Theory, spec: ClusterSpec, most: int, seed: int) -> Orders:

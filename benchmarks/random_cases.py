@@ -107,7 +107,7 @@ def _thinned(theory: Theory, costs: CostModel, shares: Shares, rng: random.Rando
         if case is not None:
             i, triple = left.pop()
             trial[i] = (*kept[i], triple)
-        drawn = replace(theory, triples=tuple(trial), stored=stored, alike=())
+        drawn = replace(theory.with_triples(trial), stored=stored)
         found = Enumeration(drawn, costs, shares, forms=PADDED, most=MOST)
         if found.run().complete:
             kept, case = trial, Case(drawn, costs, shares, found)

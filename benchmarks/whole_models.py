@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from rich.table import Table
@@ -134,7 +134,7 @@ def compare(case: Case, time_limit: float) -> Compared:
 def _thinned(theory: Theory, keep: int) -> Theory:
     """The whole program and other triples, drawn at random."""
     rng = random.Random(0)
-    return replace(theory, triples=tuple((ts[0], *rng.sample(ts[1:], min(keep - 1, len(ts) - 1))) for ts in theory.triples), alike=())
+    return theory.with_triples((ts[0], *rng.sample(ts[1:], min(keep - 1, len(ts) - 1))) for ts in theory.triples)
 
 
 def whole_models(time_limit: float, cases: tuple[Case, ...] = CASES) -> tuple[Table, bool]:

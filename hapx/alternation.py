@@ -39,7 +39,7 @@ from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import EXACT, LONG, attempt, least_memory
+from hapx.synth.search import BUDGET, EXACT, LONG, attempt, least_memory
 from hapx.synth.writer import Solution
 from hapx.theory.triple import Theory
 
@@ -138,7 +138,7 @@ class Alternation:
         self.balanced: dict[tuple[int, tuple[float, ...]], dict[Row, Vector] | None] = {}  # by a program's steps (held by `goals`) and limits
         self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
         self.prices: tuple[float, ...] | None = None  # of memory, once it binds
-        self.exact = True  # small problems are searched to the end also where memory binds
+        self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
         capacity = np.asarray(self.costs.capacity)
         self.old = carried(setting.old, setting.key, theory, self.costs, capacity) if setting.old is not None else None
 
@@ -183,7 +183,7 @@ class Alternation:
         """From more starts, as far as they lead somewhere."""
         if self._best().cost > HOPELESS * known:
             return
-        self.exact = False  # where memory binds, prices of it tell well enough where a start leads
+        self.budget = None  # where memory binds, prices of it tell well enough where a start leads
         for start in self._starts_further():
             with suppress(InsufficientMemoryError):  # something else fits
                 best = min(known, self._best().cost)
@@ -206,12 +206,12 @@ class Alternation:
         if self.prices is None or best.gap <= STALLED or len(self.problem.steps) > EXACT or self.setting.within:
             return
         solution = next(s for s, _ in self.goals.values() if s.program is best.program)
-        shares, goal, ratios = self.costs.lengths_to_shares(best.lengths), self._goal(solution), self._by_kind(best.shares)
-        self.fitting.correct(solution, goal.memory(shares), dict(best.lengths))
-        found, _ = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, budget=LONG)
+        lengths, shares = dict(best.lengths), self.costs.lengths_to_shares(best.lengths)
+        self.fitting.correct(solution, self._goal(solution).memory(shares), lengths)  # for the limits
+        found, _ = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, LONG)
         if found is not None:
             self.counters.search.add(found.statistics)
-            self._keep(found, self._goal(found), dict(best.lengths), ratios)
+            self._keep(found, self._goal(found), lengths, self._by_kind(best.shares))
 
     def from_even_shares(self) -> list[Candidate]:
         """Candidates from even shares, where `_starts` left them out because a search on several axes costs more. For the best view only."""
@@ -223,17 +223,20 @@ class Alternation:
             self._alternate(dict.fromkeys(self.rows, even), inf)
         return [candidate for key, candidate in self.found.items() if key not in known]
 
-    def exposing(self, part: float, above: float) -> Candidate | None:
-        """A program that is best where only this part of the sums of gradients counts (see `hapx.overlap`), at the best ratios so far and at its own.
-        None where the bound says that all programs take more than `above` then."""
-        start, before, searched = self._by_kind(self._best().shares), self.found, self.searched
+    def exposing(self, part: float, above: float) -> list[Candidate]:
+        """The program that is best where only this part of the sums of gradients counts (see `hapx.overlap`), at the best ratios so far (where none
+        counts: at those where everything begins), and at its own. None where the bound says that all programs take more than `above` then. What
+        is known of all sums stays as it is."""
+        start = self._by_kind(self._best().shares) if part else self._starts()[0]
+        known = self.found, self.searched, self.prices, self.fitting.limits
         self.found, self.searched, self.problem.exposed = {}, set(), part
         try:
             with suppress(InsufficientMemoryError):  # something else fits
                 self._alternate(start, inf, above=above, most=1)
-            return min(self.found.values(), key=attrgetter("cost"), default=None)
+            return list(self.found.values())
         finally:
-            self.found, self.searched, self.problem.exposed = before, searched, 1.0
+            self.found, self.searched, self.prices, self.fitting.limits = known
+            self.problem.exposed = 1.0
 
     def _best(self) -> Candidate:
         return min(self.found.values(), key=attrgetter("cost"))
@@ -289,19 +292,15 @@ class Alternation:
     # -- how it goes on ----------------------------------------------------------------------------------------------------------------------------
 
     def _alternate(
-        self,
-        ratios: dict[Row, Vector],
-        known: float,
-        given: Mapping[Cut, tuple[int, ...]] | None = None,
-        above: float = inf,
+        self, ratios: dict[Row, Vector], known: float, given: Mapping[Cut, tuple[int, ...]] | None = None, above: float = inf,
         most: int = MAX_ALTERNATIONS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Adds what it meets to `found`. given: lengths that are not rounded from the ratios. above: a first program that takes more is not looked
-        for. Raises InsufficientMemoryError if no program fits at any ratios that were tried."""
+        for. most: rounds. Raises InsufficientMemoryError if no program fits at any ratios that were tried."""
         lengths = self._lengths(ratios) | {c: own for c, own in (given or {}).items() if c in self.problem.cuts}
         kept: list[float] = []
         why = "too small"
-        self.fitting.limits = self.fitting.capacity.copy()
+        self.fitting.reset()
         try:
             why = self._run(ratios, lengths, known, kept, above, most)
         finally:
@@ -388,7 +387,7 @@ class Alternation:
         shares, spare = self.costs.lengths_to_shares(lengths), None
         others: tuple[Solution, ...] = ()
         for _ in range(CORRECTIONS):
-            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.exact, above)
+            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above)
             for solution in (found,) if found is not None else others:
                 self.counters.search.add(solution.statistics)
             if found is not None:

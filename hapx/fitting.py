@@ -33,8 +33,12 @@ class Fitting:
     def __init__(self, theory: Theory, costs: CostModel, key: ProgramKey, strict: bool = False):
         self.theory, self.costs, self.key = theory, costs, key
         self.capacity: Vector = np.asarray(costs.capacity)
-        self.limits: Vector = self.capacity.copy()
+        self.reset()
         self._spared: Vector = (0.0 if strict else SPARED) * self.capacity
+
+    def reset(self) -> None:
+        """As if no program had been looked at."""
+        self.limits: Vector = self.capacity.copy()
 
     def correct(self, solution: Solution, total: Vector, lengths: Lengths) -> bool:
         """Whether the peak fits; the limits become those that this program would have needed. total: the program's sum at the lengths; where that is

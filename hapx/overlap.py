@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from math import prod
+from typing import NamedTuple
 
 from hapx.alternation import Alternation
 from hapx.ir import Kind
@@ -26,33 +27,44 @@ WORTH = 1e-3  # relative gain below which nothing is searched for
 ALIKE = 0.05  # parts of the sums that differ by less are searched with once
 
 
+class Line(NamedTuple):
+    """A candidate's seconds over the part of its sums of gradients that counts: without them, and theirs."""
+
+    candidate: Candidate
+    apart: float
+    sums: float
+
+    def at(self, part: float) -> float:
+        return self.apart + part * self.sums
+
+
 def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candidate], Candidate], known: float) -> list[Candidate]:
     """Candidates of a view from searches that count only a part of the sums of gradients. best: the view's cheapest by the additive cost. known:
     simulated seconds of the best of all views."""
     found: list[Candidate] = []
     counted = [1.0]  # parts of the sums that were searched with
     programs = {id(best.program)}
+    ends = [line(best)]
 
-    def searched(part: float) -> Candidate | None:
+    def searched(part: float) -> Line | None:
         """The cheapest with this part of the sums, if it may be worth it and its program is new."""
         if len(counted) > SEARCHES or any(abs(part - e) <= ALIKE for e in counted):
             return None
         counted.append(part)
         new = alternation.exposing(part, known * (1 - WORTH))
-        if new is None or id(new.program) in programs:
+        if not new or id(new[0].program) in programs:
             return None
-        programs.add(id(new.program))
-        found.append(new)
-        return new
-
-    ends = [best]
+        programs.add(id(new[0].program))
+        found.extend(new)
+        return line(min(new, key=lambda c: c.cost))
 
     def promising(part: float) -> bool:
         """Whether a program may be cheaper with this part of the sums than those of both ends, which are the best ones there."""
-        if len(ends) == 1 or max(end.gap for end in ends) > WORTH:
+        if len(ends) == 1 or max(end.candidate.gap for end in ends) > WORTH:
             return True
-        (one, more), (other, less) = ((c.cost - synchronisation(c), synchronisation(c)) for c in (ends[1], best))
-        return min(one + part * more, other + part * less) - ((1 - part) * one + part * best.cost) > WORTH * known
+        last, first = ends
+        chord = (1 - part) * first.at(0.0) + part * last.at(1.0)
+        return min(first.at(part), last.at(part)) - chord > WORTH * known
 
     if _all_sums(alternation) < known:
         hidden = searched(0.0)
@@ -60,28 +72,24 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
             return found
         ends.append(hidden)
     for end in ends:
-        at: Candidate | None = end
+        at: Line | None = end
         while at is not None:
-            part = exposed(timed(at))
+            part = exposed(at, timed(at.candidate).time)
             at = searched(part) if promising(part) else None
     return found
 
 
-def exposed(candidate: Candidate) -> float:
-    """The part of the sums of gradients that nothing hides, by a candidate's simulated time; 0 where there are none."""
-    sums = synchronisation(candidate)
-    return min(1.0, max(0.0, 1 - (candidate.cost - candidate.time) / sums)) if sums else 0.0
-
-
-def synchronisation(candidate: Candidate) -> float:
-    """Seconds of the sums of gradients, one after another, at the candidate's lengths."""
+def line(candidate: Candidate) -> Line:
+    """Of a candidate, at its lengths: its sums one after another."""
     costs, shares = candidate.costs, candidate.costs.lengths_to_shares(candidate.lengths)
-    steps = [costs.step(i.triple) for i in candidate.program.instructions]
-    distinct = {id(step): step for step in steps}
-    total = 0.0
-    for number, times in Counter(map(id, steps)).items():
-        total += times * sum(float(c.term.at(shares).max()) for c in distinct[number].communication if c.direction == "synchronise")
-    return total
+    steps = Counter(map(costs.step, (i.triple for i in candidate.program.instructions)))
+    sums = sum(times * step.synchronisation(shares) for step, times in steps.items())
+    return Line(candidate, candidate.cost - sums, sums)
+
+
+def exposed(of: Line, time: float) -> float:
+    """The part of the sums of gradients that nothing hides, by the simulated time; 0 where there are none."""
+    return min(1.0, max(0.0, (time - of.apart) / of.sums)) if of.sums else 0.0
 
 
 def _all_sums(alternation: Alternation) -> float:

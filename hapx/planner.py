@@ -132,8 +132,9 @@ def plan_spmd(
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
     timed = Simulated(counters)
     ranked = _ranked(found, old, timed)
-    old += (more := _overlapped(setting, alternations, ranked, timed, counters))
-    ranked = _ranked(found, old, timed) if more else ranked
+    hiding = _overlapped(setting, alternations, ranked, timed, counters)
+    old += hiding
+    ranked = _ranked(found, old, timed) if hiding else ranked
     began = time.perf_counter()
     more = alternations[ranked[0].mesh.name].from_even_shares()
     counters.search_time += time.perf_counter() - began
@@ -149,24 +150,22 @@ def plan_spmd(
 
 
 class Simulated:
-    """Candidates with their simulated times, each once."""
+    """Candidates with their simulated times; equal programs at equal lengths are simulated once."""
 
     def __init__(self, counters: Counters):
         self.counters = counters
-        self.known: dict[int, Candidate] = {}  # by the identity of a candidate, which is held
-        self.held: list[Candidate] = []
+        self.known: dict[Any, Candidate] = {}  # holds the programs, so that their identity stays their own
         self.exact: dict[Any, CostModel] = {}  # candidates of equal lengths share a cost model
 
     def __call__(self, candidate: Candidate) -> Candidate:
-        if id(candidate) not in self.known:
+        at = id(candidate.costs), tuple(candidate.lengths.items())
+        key = id(candidate.program), at
+        if key not in self.known:
             began = time.perf_counter()
-            key = id(candidate.costs), tuple(candidate.lengths.items())
-            exact = self.exact[key] = self.exact.get(key) or candidate.costs.at_lengths(candidate.lengths)
-            own = replace(candidate, time=iteration_time(candidate.program, candidate.theory.graph, exact))
-            self.known[id(candidate)] = self.known[id(own)] = own
-            self.held.append(candidate)
+            exact = self.exact[at] = self.exact.get(at) or candidate.costs.at_lengths(candidate.lengths)
+            self.known[key] = replace(candidate, time=iteration_time(candidate.program, candidate.theory.graph, exact))
             self.counters.simulation_time += time.perf_counter() - began
-        return self.known[id(candidate)]
+        return replace(candidate, time=self.known[key].time)
 
 
 def _ranked(found: Sequence[Candidate], old: Sequence[Candidate], timed: Simulated) -> list[Candidate]:

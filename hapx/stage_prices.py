@@ -22,7 +22,7 @@ from hapx.carried import carried
 from hapx.cluster.spec import Link
 from hapx.cost.liveness import peak, while_running
 from hapx.cost.memory import RESERVE, states_of
-from hapx.cost.model import OWN_SPEED, CostModel, StepCost
+from hapx.cost.model import OWN_SPEED, CostModel
 from hapx.cost.remat import with_blocks
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError, PlanError
@@ -419,7 +419,7 @@ class WholeModel:
             for name in dict.fromkeys(p.tensor for p in ps):
                 homes.setdefault(name, []).append(k)
         own: list[list[tuple[str, float]]] = [
-            [(i.triple.post[0].tensor, _synchronised(step_cost(i, self.graph, self.exact))) for i in run] for run in runs
+            [(i.triple.post[0].tensor, step_cost(i, self.graph, self.exact).synchronisation({})) for i in run] for run in runs
         ]
         self.synchronise = [sum(s for name, s in run if len(homes.get(name, ())) < 2) for run in own]
         self.shared = [(s, homes[name]) for run in own for name, s in run if s and len(homes.get(name, ())) > 1]
@@ -461,11 +461,6 @@ class WholeModel:
         at_end = self.again + np.maximum(gradients - each, 0.0)
         fits = most_in_flight(self.memory, tuple(static), tuple(each), tuple(at_end)) if self.stores(start, stop) else 0
         return Answer(max(micro, low.micro), max(iteration, low.iteration), min(fits, low.most_in_flight))
-
-
-def _synchronised(step: StepCost) -> float:
-    """Seconds of the synchronisation of gradients after a step's backward."""
-    return sum(float(c.term.at({}).max()) for c in step.communication if c.direction == "synchronise")
 
 
 def _group(shape: Shape, level: int) -> Hashable:

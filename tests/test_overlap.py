@@ -8,7 +8,7 @@ from benchmarks.baselines import EXPERT, Bench, systems
 from benchmarks.workloads import bert_moe, machines
 from hapx.alternation import Counters, Setting
 from hapx.lower import Candidate
-from hapx.overlap import exposed, synchronisation
+from hapx.overlap import exposed, line
 from hapx.planner import key_of, plan_spmd, views
 from hapx.restriction import AUTO, Restriction
 from hapx.simulate import simulate_program
@@ -36,9 +36,10 @@ def test_a_program_that_people_write_by_hand_is_found_though_the_additive_cost_p
 def test_what_is_exposed_is_what_the_simulator_adds() -> None:
     rule = Restriction(split="batch", storage="as-used", sfb="never", forms=frozenset({"padded"}))
     best = planned(rule)[0][0]
-    sums = synchronisation(best)
+    own = line(best)
     timeline = simulate_program(best.program, GRAPH, best.costs, best.lengths)
     assert timeline.total == pytest.approx(best.time)
-    assert 0 < exposed(best) < 1
-    assert best.cost - sums + exposed(best) * sums == pytest.approx(best.time)
-    assert sum(s.stop - s.start for s in timeline.spans[0] if "synchronise bucket" in s.name) == pytest.approx(sums)
+    assert 0 < exposed(own, best.time) < 1
+    assert own.at(1.0) == pytest.approx(best.cost)
+    assert own.at(exposed(own, best.time)) == pytest.approx(best.time)
+    assert sum(s.stop - s.start for s in timeline.spans[0] if "synchronise bucket" in s.name) == pytest.approx(own.sums)

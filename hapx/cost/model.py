@@ -30,7 +30,7 @@ from hapx.cost.edges import Edge, EdgePrices
 from hapx.cost.memory import UPDATE_PASSES
 from hapx.cost.network import SCALAR_BYTES, AxisLinks, Network
 from hapx.cost.recut import moved
-from hapx.cost.terms import Piece, Term, Vector, maximum
+from hapx.cost.terms import Piece, Shares, Term, Vector, maximum
 from hapx.cost.view import View
 from hapx.errors import HapError
 from hapx.ir import Graph, Kind, Node, OpCall, Ref, TensorRef
@@ -67,6 +67,10 @@ class StepCost:
     backward: Term | None
     communication: tuple[CommunicationCost, ...]
     memory: Term | None
+
+    def synchronisation(self, shares: Shares) -> float:
+        """Seconds of what is synchronised once per iteration."""
+        return sum(float(c.term.at(shares).max()) for c in self.communication if c.direction == "synchronise")
 
 
 FREE = StepCost(None, None, (), None)

@@ -171,7 +171,7 @@ def search(
         return best
     queue: list[tuple[float, int, int, N]] = [(start.estimate, 0, 0, start)]
     count = generated = 0
-    asked = slow = False
+    slow = False
     while queue:
         estimate, _, _, node = heapq.heappop(queue)
         if estimate >= limit:
@@ -182,8 +182,8 @@ def search(
         if node.level == domain.depth:
             best = node
             break
-        if budget is not None and pace is not None and best is not None and not asked and count >= pace:
-            asked, slow = True, (estimate - start.estimate) * budget < (limit - start.estimate) * count / 2
+        if budget is not None and pace is not None and best is not None and count >= pace:
+            slow, pace = (estimate - start.estimate) * budget < (limit - start.estimate) * count / 2, None  # asked once
         if budget is not None and (slow or count > (budget if best is not None else 4 * budget)):
             statistics.unproven += 1
             statistics.cut += len(queue) + 1

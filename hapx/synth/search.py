@@ -66,18 +66,12 @@ def solve(problem: Problem, shares: Shares, limits: Vector | None, key: ProgramK
 
 
 def attempt(
-    problem: Problem,
-    shares: Shares,
-    limits: Vector | None,
-    key: ProgramKey,
-    prices: Vector | None = None,
-    exact: bool = True,
+    problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None, budget: int | None = BUDGET,
     above: float = inf,
-    budget: int = BUDGET,
-) -> tuple[Solution | None, tuple[Solution, ...]]:
+) -> tuple[Solution | None, tuple[Solution, ...]]:  # fmt: skip
     """As `solve`, with what other ratios may make fit where memory binds: the cheapest program, and the one of least memory if nothing was found.
-    exact: small problems where memory binds are searched to the end (with a budget), otherwise only with prices of memory. above:
-    seconds; nothing at all where the bound says that every program takes more."""
+    budget: small problems where memory binds are searched to the end with it; None: only with prices of memory. above: seconds; nothing at all where
+    the bound says that every program takes more."""
     statistics = Statistics()
     domain = Synthesis(problem, shares, None)
     start = domain.start()
@@ -90,7 +84,7 @@ def attempt(
     cheapest = solution(problem, best, best.estimate, key, statistics)
     if limits is None or all(map(le, best.memory, limits)):
         return cheapest, ()
-    found, least = _limited(problem, shares, limits, key, best, prices, statistics, budget if exact else None)
+    found, least = _limited(problem, shares, limits, key, best, prices, statistics, budget)
     if found is not None:
         return found, (cheapest,)
     assert least is not None, "found by prices of memory"
@@ -104,15 +98,9 @@ def attempt(
 
 
 def _limited(
-    problem: Problem,
-    shares: Shares,
-    limits: Vector,
-    key: ProgramKey,
-    cheapest: State,
-    prices: Vector | None,
-    statistics: Statistics,
+    problem: Problem, shares: Shares, limits: Vector, key: ProgramKey, cheapest: State, prices: Vector | None, statistics: Statistics,
     budget: int | None,
-) -> tuple[Solution | None, Solution | None]:
+) -> tuple[Solution | None, Solution | None]:  # fmt: skip
     """The cheapest program that fits, None where none was found; and, where prices of memory led to none, the one of least memory. `cheapest` does
     not fit."""
 
@@ -197,7 +185,7 @@ def _incumbent(domain: Synthesis, statistics: Statistics, within: float, best: S
     problem = domain.problem
     if problem.seeds is None:
         problem.seeds = seeds(problem)
-    narrow, free = [(seed, 1) for seed in problem.seeds], [(None, 1), (None, WIDTH)][: 1 if problem.exposed < 1 else 2]
+    narrow, free = [(seed, 1) for seed in problem.seeds], [(None, width) for width in ((1,) if problem.exposed < 1 else (1, WIDTH))]
     start = domain.start()
     for only, width in [*free, *narrow] if problem.within else [*narrow, *free]:
         if best is not None and width == 1 and start is not None and start.estimate >= best.estimate * (1 - within):

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from hapx.ir import Graph
 from hapx.plan import Mesh, Triple
@@ -26,3 +26,7 @@ class Theory:
     outputs: Mapping[str, tuple[Placement, ...]]
     batch: frozenset[tuple[str, Sharded]]
     alike: tuple[int, ...] = ()
+
+    def with_triples(self, triples: Iterable[tuple[Triple, ...]]) -> Theory:
+        """With other triples, of which it is not known which nodes have alike ones."""
+        return replace(self, triples=tuple(triples), alike=())

@@ -24,7 +24,7 @@ def thinned(theory: Theory, seed: int) -> Theory:
     rng = random.Random(seed)
     drawn = tuple((ts[0], *rng.sample(ts[1:], min(1, len(ts) - 1))) for ts in theory.triples)
     stored = {name: tuple(dict.fromkeys((p[0], p[-1]))) for name, p in theory.stored.items()}
-    return replace(theory, triples=drawn, stored=stored, alike=())
+    return replace(theory.with_triples(drawn), stored=stored)
 
 
 def shared(solution: Solution) -> int:

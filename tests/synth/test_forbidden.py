@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from hapx.errors import PlanError
@@ -48,7 +46,7 @@ def test_without_a_placement_is_as_if_the_theory_did_not_have_it(seed: int) -> N
                 build(theory, costs, RULE, forbidden=forbidden)
             continue
         found = solve(build(theory, costs, RULE, forbidden=forbidden), shares, None, program_key(theory))
-        smaller = replace(theory, triples=left, alike=())
+        smaller = theory.with_triples(left)
         assert found.cost == pytest.approx(Enumeration(smaller, costs, shares, forms=PADDED).run().cost, rel=1e-9)
         assert found.cost >= best.cost * (1 - 1e-9)
         replay(found.program, theory, found.storage_of)
