@@ -20,7 +20,7 @@ Free conversions cost nothing (see `hapx.cost.model`), so these are counted only
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hapx.plan import Form
 from hapx.states import REPLICATED, Placement, Sharded, State, is_recut
@@ -75,6 +75,11 @@ def operations(source: State, target: State) -> tuple[str, str]:
 def strided(source: State, target: State) -> bool:
     """Whether the shards are not consecutive in the memory of the whole."""
     return any(isinstance(s, Sharded) and (s.dim > 0 or s.outer > 1) for s in (source, target))
+
+
+def sort(state: State) -> tuple[Any, ...]:
+    """Of two different states with others of the same sorts, neither a re-cut, the same runs and is copied."""
+    return (Sharded, state.dim > 0 or state.outer > 1, state.cut.row.kind == "even") if isinstance(state, Sharded) else (type(state),)
 
 
 def copied(axis: int, before: Placement, after: Placement) -> tuple[Placement, Placement]:

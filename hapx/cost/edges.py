@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hapx.cost.copies import Copies, copied
+from hapx.cost.copies import Copies, copied, sort
 from hapx.cost.network import SCALAR_BYTES
 from hapx.cost.terms import Shares
 from hapx.ir import TensorRef
@@ -174,11 +174,12 @@ class EdgePrices:
         return Run(axis, name, first, second, shard, longer, sharers, ahead, len(runs) - ahead, cuts, even, passes)
 
     def _carried_out(self, edge: Edge, free: bool) -> tuple[Sequence[tuple[str, str]], tuple[tuple[Copies, ...], ...]]:
-        """Collectives of an edge, and what is copied around them in every form. Of the other axes these see only whether one is whole."""
+        """Collectives of an edge, and what is copied around them in every form. Of the other axes these see only whether one is whole, and of this
+        one the sorts of its states."""
         ref, axis, before, after, _ = edge
         source, target = before.states[axis], after.states[axis]
-        shared = any(a != axis and s == REPLICATED for a, s in enumerate(after.states))
-        key = self.costs.number(source), self.costs.number(target), free, shared, self._flags(ref)
+        shared = len(after.states) > 1 and any(a != axis and s == REPLICATED for a, s in enumerate(after.states))
+        key = sort(source), sort(target), free, shared, self._flags(ref)
         if key not in self.known:
             copies = tuple(self.costs.copies(ref, axis, before, after, form, free) for form in self.forms)
             self.known[key] = self.costs.collectives(ref, source, target, free), copies

@@ -18,7 +18,8 @@ from hapx.cost.edges import Array, Numbers
 from hapx.synth.effect import Vector
 from hapx.synth.moves import Moves
 from hapx.synth.problem import Problem
-from hapx.synth.relaxation import Context, Relaxation, Use, Weighted
+from hapx.synth.relaxation import Context, Relaxation, Use
+from hapx.synth.sheet import Weighted
 from hapx.synth.tables import TensorTable, bits
 
 
@@ -78,7 +79,7 @@ class Bound:
             for slot, shift, needs in zip(step.kind.slots, step.slot_shifts, weighted.needs, strict=True):
                 if slot.fixed is None and not slot.table.stored:
                     available = list(bits(place >> shift & slot.table.full))
-                    total = total + self.relaxation.conversions(slot.table)[available].min(axis=0)[needs]
+                    total = total + self.relaxation.priced.conversions(slot.table)[available].min(axis=0)[needs]
             self._steps[key] = total
         return self._steps[key]
 
@@ -135,7 +136,7 @@ class Bound:
         step = self.problem.steps[level]
         slot = step.tensors.index(name)
         needs = weighted.needs[slot]
-        cost = self.relaxation.conversions(table)[list(bits(mask))].min(axis=0)[needs]
+        cost = self.relaxation.priced.conversions(table)[list(bits(mask))].min(axis=0)[needs]
         if not step.kind.slots[slot].live:
             return (cost + weighted.total(then)).min(axis=0)  # type: ignore[no-any-return]
         rows, offset = self.relaxation.rows(context, level + 1)

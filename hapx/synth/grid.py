@@ -14,9 +14,9 @@ import numpy as np
 
 from hapx.cost.edges import Array, Edge, Mask, Numbers
 from hapx.states import Placement, Sharded
-from hapx.synth.problem import Problem, StepClass
+from hapx.synth.problem import Problem
 from hapx.synth.tables import StepTerms, TensorTable, Values
-from hapx.theory.conversion import INNER, OUTER, may_change, storages
+from hapx.theory.conversion import INNER, OUTER, may_change
 
 NONE, STAYS = -2, -1  # numbers of edges that are none
 FEW = 3  # kinds up to which every pair of them has weights
@@ -29,12 +29,11 @@ def padded(prices: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Edges of a table: source, target and number along each axis; their numbers by axis, source and target (`NONE`, `STAYS`); for each order of
-    the axes, where paths are after each (-1: there is none); source, target and three edges of every path through shards of the inner axis."""
+    """Edges of a table: source, target and number along each axis; for each order of the axes, the number of the edge on each between any two
+    placements (`NONE`, `STAYS`; orders x axes x sources and targets); source, target and the edges of every path through shards of the inner axis."""
 
     edges: tuple[tuple[Numbers, Numbers, Numbers], ...]
-    steps: Numbers
-    turns: tuple[tuple[tuple[int, ...], tuple[Numbers, ...]], ...]
+    orders: Numbers
     shared: Numbers
 
 
@@ -51,29 +50,6 @@ class Grid:
         for key, paths in self.paths.items():
             for along in paths.edges:
                 self.number |= {(key, p, q): n for p, q, n in np.transpose(along).tolist()}
-        self._allowed: dict[int, Mask] = {}
-        self._layouts: dict[int, Layout] = {}  # by id of a class or a table, both kept by the problem
-
-    # -- conversions ------------------------------------------------------------------------------------------------------------------------------
-
-    def direct(self, table: TensorTable, prices: Array) -> Array:
-        """(source, target, weights) -> the least weighted seconds over the orders of the axes; inf where there is no path. prices: see `padded`."""
-        paths, n, w = self.paths[id(table)], len(table.placements), prices.shape[1]
-        step = prices[paths.steps]
-        if len(paths.edges) == 1:  # nothing lies between
-            return step[0]  # type: ignore[no-any-return]
-        best = np.full((n, n, w), np.inf)
-        start = np.repeat(np.arange(n)[:, None], n, axis=1)
-        for order, turns in paths.turns:
-            at, cost, possible = start, np.zeros((n, n, w)), np.ones((n, n), dtype=bool)
-            for axis, after in zip(order, turns, strict=True):
-                possible &= after >= 0
-                cost += step[axis, at, after]
-                at = after
-            best = np.minimum(best, np.where(possible[..., None], cost, np.inf))
-        sources, targets, *steps = paths.shared
-        best[sources, targets] = np.minimum(best[sources, targets], prices[steps[0]] + prices[steps[1]] + prices[steps[2]])
-        return best
 
     def _paths(self, table: TensorTable, every: list[Edge]) -> Paths:
         codes, axes, size = np.array(table.codes), range(len(self.problem.theory.mesh.axes)), len(table.codes)
@@ -88,23 +64,26 @@ class Grid:
                     every.append(Edge(table.ref, axis, before, after, variants))
             made = np.array(found, dtype=np.int64).reshape(-1, 3).T
             edges.append((made[0], made[1], made[2]))
-        steps = np.full((len(axes), size, size), NONE)
+        steps = np.full((len(axes), size + 1, size + 1), NONE)  # the last: there is none
         steps[:, range(size), range(size)] = STAYS
         for axis, (sources, targets, numbers) in enumerate(edges):
             steps[axis, sources, targets] = numbers
-        if len(axes) == 1:
-            return Paths(tuple(edges), steps, (), np.zeros((5, 0), dtype=np.int64))
-        lookup = np.full(codes.max(axis=0) + 2, -1)
-        lookup[tuple(codes.T)] = np.arange(len(codes))
-        n, turns = len(table.placements), []
+        n = len(table.placements)
+        if len(axes) == 1:  # nothing lies between
+            return Paths(tuple(edges), steps[:, :n, :n].reshape(1, 1, -1), np.zeros((5, 0), dtype=np.int64))
+        lookup = np.full(codes.max(axis=0) + 2, size)
+        lookup[tuple(codes.T)] = np.arange(size)
+        orders = []
         for order in permutations(axes):
-            at, path = np.repeat(codes[:n, None], n, axis=1), []
+            at, place, path = np.repeat(codes[:n, None], n, axis=1), np.repeat(np.arange(n)[:, None], n, axis=1), []
             for axis in order:
                 at = at.copy()
                 at[:, :, axis] = codes[None, :n, axis]
-                path.append(lookup[tuple(np.moveaxis(at, 2, 0))])
-            turns.append((order, tuple(path)))
-        return Paths(tuple(edges), steps, tuple(turns), self._shared(table, every))
+                after = lookup[tuple(np.moveaxis(at, 2, 0))]
+                path.append(steps[axis, place, after].ravel())
+                place = after
+            orders.append(path)
+        return Paths(tuple(edges), np.array(orders), self._shared(table, every))
 
     def _shared(self, table: TensorTable, every: list[Edge]) -> Numbers:
         numbers: dict[tuple[Placement, Placement], int] = {}
@@ -130,28 +109,6 @@ class Grid:
             groups.setdefault(code[:axis] + code[axis + 1 :], []).append(p)
         for group in groups.values():
             yield from permutations(group, 2)
-
-    # -- choices ----------------------------------------------------------------------------------------------------------------------------------
-
-    def of_class(self, kind: StepClass) -> Layout:
-        """The terms of the choices of a class."""
-        if id(kind) not in self._layouts:
-            self._layouts[id(kind)] = layout([c.step for c in kind.choices])
-        return self._layouts[id(kind)]
-
-    def of_stored(self, table: TensorTable) -> Layout:
-        """The terms of the placements in which a parameter may be stored."""
-        if id(table) not in self._layouts:
-            self._layouts[id(table)] = layout([k.step for k in table.stored])
-        return self._layouts[id(table)]
-
-    def kept(self, table: TensorTable) -> Mask:
-        """(kept, target) -> whether a parameter whose only use is in `target` may be stored like that."""
-        if id(table) not in self._allowed:
-            options = tuple(table.placements[k.placement] for k in table.stored)
-            allowed = [storages(options, target) for target in table.placements]
-            self._allowed[id(table)] = np.array([[option in fitting for fitting in allowed] for option in options]).reshape(len(options), -1)
-        return self._allowed[id(table)]
 
 
 class Weights:

@@ -39,7 +39,7 @@ class Outline:
         self.values.reverse()
         self.names = [("", *(n for n, _, _, _ in values)) for values in self.values]
         self._ends: dict[int, tuple[tuple[Numbers, ...], tuple[Numbers, ...]]] = {}
-        self._sets: dict[int, list[int]] = {}
+        self._sets: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
         self._inside: dict[int, Mask] = {}
         self._afterwards: dict[int, Numbers] = {}
         self._following: dict[tuple[int, int], Numbers] = {}
@@ -54,13 +54,21 @@ class Outline:
 
     def sets(self, table: TensorTable) -> list[int]:
         """The masks that a table has rows for: what one placement gives for free, anything, and what two placements give together."""
+        return self._of(table)[0]
+
+    def pairs(self, table: TensorTable) -> list[tuple[int, int]]:
+        """Of the sets of two placements, in order, their rows."""
+        return self._of(table)[1]
+
+    def _of(self, table: TensorTable) -> tuple[list[int], list[tuple[int, int]]]:
         if id(table) not in self._sets:
             closures = [table.closure(i) for i in range(len(table.placements))]
             found = [*closures, table.full]
-            known = set(found)
-            together = {a | b: None for a, b in combinations(dict.fromkeys(closures), 2)}
-            pairs = [mask for mask in together if mask not in known]
-            self._sets[id(table)] = found + pairs if len(pairs) <= PAIRS else found
+            row = {mask: i for i, mask in reversed(list(enumerate(found)))}
+            together = {a | b: (row[a], row[b]) for a, b in combinations(dict.fromkeys(closures), 2)}
+            pairs = {mask: rows for mask, rows in together.items() if mask not in row}
+            pairs = pairs if len(pairs) <= PAIRS else {}
+            self._sets[id(table)] = [*found, *pairs], list(pairs.values())
         return self._sets[id(table)]
 
     def inside(self, table: TensorTable) -> Mask:
@@ -81,10 +89,10 @@ class Outline:
         return self._afterwards[id(table)]
 
     def following(self, kind: StepClass, slot: int) -> Numbers:
-        """(row, choice) -> the row of what is available of a slot after each choice of a class (see `afterwards`)."""
+        """(choice, row) -> the row of what is available of a slot after each choice of a class (see `afterwards`)."""
         key = id(kind), slot
         if key not in self._following:
-            self._following[key] = self.afterwards(kind.slots[slot].table)[:, self.ends(kind)[0][slot]]
+            self._following[key] = self.afterwards(kind.slots[slot].table).T[self.ends(kind)[0][slot]]
         return self._following[key]
 
 

@@ -120,6 +120,7 @@ class Problem:
     repetition: Any = None  # see `hapx.synth.periods`; made when first searched
     grid: Any = None  # see `hapx.synth.grid`; made when first searched
     outline: Any = None  # see `hapx.synth.outline`; made when first searched
+    sheet: Any = None  # see `hapx.synth.sheet`; made when first searched
 
 
 def build(

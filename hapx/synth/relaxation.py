@@ -25,60 +25,22 @@ Invariant: never more than the true cost of the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from hapx.cost.edges import Array, Mask, Numbers
-from hapx.synth.grid import Grid, Prices, Weights, padded
+from hapx.cost.edges import Array
+from hapx.synth.grid import Prices, Weights, padded
 from hapx.synth.moves import Moves
 from hapx.synth.outline import Outline
 from hapx.synth.periods import Names, Repetition
 from hapx.synth.problem import Problem, Step, StepClass
+from hapx.synth.sheet import Priced, Sheet, Weighted
 from hapx.synth.tables import TensorTable, bits
-from hapx.transposes import forward_collective
 
 LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
 DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
 Rows = dict[str, Array]
-
-
-@dataclass(frozen=True, slots=True)
-class Cuts:
-    """Choices with communication of their own that ends a phase, forward and backward, and what they do after it (choices x weights)."""
-
-    forward: Mask
-    backward: Mask
-    after: Array
-    pairs: int  # kinds, where every pair of them has a weight; else 0
-
-    def freed(self, rest: Array) -> Array:
-        """That and what follows it: in a new phase another kind may be the slowest, so any weight of that direction is a bound."""
-        total: Array = self.after + rest
-        both = self.forward & self.backward
-        if self.pairs:
-            grid = total[..., : self.pairs**2].reshape(*total.shape[:-1], self.pairs, self.pairs)
-            for cut, axis in ((self.forward & ~both, -2), (self.backward & ~both, -1)):
-                best = np.broadcast_to(grid.max(axis=axis, keepdims=True), grid.shape).reshape(*total.shape[:-1], -1)
-                best = np.concatenate([best, total[..., self.pairs**2 :]], axis=-1)
-                total = np.where(cut[:, None], best, total)
-        return np.where(both[:, None], total.max(axis=-1, keepdims=True), total)
-
-
-@dataclass(frozen=True, slots=True)
-class Weighted:
-    """A step class: weighted cost per choice (choices x weights), without `cuts.after`; the placement that each choice needs of a slot, and gives of
-    a result."""
-
-    base: Array
-    needs: tuple[Numbers, ...]
-    gives: tuple[Numbers, ...]
-    cuts: Cuts | None
-
-    def total(self, rest: Array) -> Array:
-        """(..., choice, weights) -> the bound before the step, conversions left out, by the bound after it."""
-        return self.base + (rest if self.cuts is None else self.cuts.freed(rest))
 
 
 class Use(NamedTuple):
@@ -99,12 +61,6 @@ class Context(NamedTuple):
     uses: tuple[Use, ...]
 
 
-def _least(values: Array) -> Array:
-    """(row, choice, weights) -> the least over the choices."""
-    found: Array = np.minimum.reduce(values, axis=1)
-    return found
-
-
 class Relaxation:
     """Tables of the relaxed problem at the prices and shares of `moves`. Public: what `hapx.synth.bound` reads."""
 
@@ -112,15 +68,6 @@ class Relaxation:
         self.problem, self.moves = problem, moves
         self.deepest = DEEPEST[len(problem.theory.mesh.axes) > 1]
         self.weights = Weights(problem.terms.kinds)
-        self.grid: Grid = moves.grid
-        self.prices = Prices(moves.values, self.weights, moves.capacity, moves.prices)
-        edges = moves.edges.weighted(self.weights.forward, self.weights.backward)
-        self.edges = padded(edges if moves.capacity is None else np.zeros_like(edges))
-        self._firsts: dict[tuple[int, bool], Array] = {}
-        self._directs: dict[int, Array] = {}
-        self._converted: dict[int, Array] = {}
-        self._needs: dict[tuple[int, int], Array] = {}
-        self._classes: dict[tuple[int, tuple[bool, ...]], Weighted] = {}
         self._contexts: dict[tuple[Use, ...], Context] = {}
         # the table before level k is _base[k] + _offsets[k]
         self._base: list[Rows] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
@@ -131,8 +78,11 @@ class Relaxation:
         if problem.outline is None:
             problem.outline = Outline(problem.steps)
         self.outline: Outline = problem.outline
-        of_class = {id(kind): self.cutting(kind) for kind in problem.classes}
-        cutting = [of_class[id(s.kind)] for s in problem.steps]
+        if problem.sheet is None:
+            problem.sheet = Sheet(problem, moves.grid, self.outline)
+        self.priced = self._priced(problem.sheet)
+        self._classes: dict[tuple[int, tuple[bool, ...]], Weighted] = {}
+        cutting = [self._weighted(s.kind, first).cuts is not None for s, first in zip(problem.steps, self.outline.first, strict=True)]
         self._cutting = cutting.index(True) + 1 if any(cutting) else len(cutting) + 1  # from which level on there is such a step before
         self._tabulate(cutting)
 
@@ -237,7 +187,7 @@ class Relaxation:
         for use in uses:
             table = step.kind.slots[use.slot].table
             inside = list(bits(use.mask))
-            cost = self._direct(table)[inside].min(axis=0)
+            cost = self.priced.direct(table)[inside].min(axis=0)
             cost[inside] = 0.0
             weighted = Weighted(weighted.base + cost[weighted.needs[use.slot]], weighted.needs, weighted.gives, weighted.cuts)
         then = after[""]  # the same after every choice
@@ -247,85 +197,28 @@ class Relaxation:
         return weighted, then
 
     def _value(self, step: Step, name: str, table: TensorTable, weighted: Weighted, then: Array, after: Rows, offset: Array) -> Array:
+        """(choice, row, weights) -> the least over the choices, which come first as that is fastest."""
         if name not in step.tensors:
-            return _least(self._total(weighted, np.maximum(then[None], after[name][:, None]), offset))
-        slot = step.tensors.index(name)
-        rest = np.maximum(then[None], after[name][self.outline.following(step.kind, slot)]) if step.kind.slots[slot].live else then[None]
-        return _least(self._needed(step.kind, slot) + self._total(weighted, rest, offset))
-
-    def _needed(self, kind: StepClass, slot: int) -> Array:
-        """(row, choice, weights) -> the least cost of converting a slot to what each choice needs (see `conversions`)."""
-        key = id(kind), slot
-        if key not in self._needs:
-            self._needs[key] = self.conversions(kind.slots[slot].table)[:, self.outline.ends(kind)[0][slot]]
-        return self._needs[key]
+            return np.minimum.reduce(self._total(weighted, np.maximum(then[:, None], after[name]), offset))  # type: ignore[no-any-return]
+        slot, rest = step.tensors.index(name), then[:, None]
+        if step.kind.slots[slot].live:
+            rest = np.maximum(rest, after[name][self.outline.following(step.kind, slot)])
+        return np.minimum.reduce(self.priced.needed(step.kind, slot) + self._total(weighted, rest, offset))  # type: ignore[no-any-return]
 
     def _weighted(self, kind: StepClass, first: tuple[bool, ...]) -> Weighted:
         """`first`: slots that are parameters used for the first time here."""
         key = id(kind), first
         if key not in self._classes:
-            needs, gives = self.outline.ends(kind)
-            base, cuts = self._own(kind)
-            for slot, of_slot, own in zip(kind.slots, needs, first, strict=True):
-                if slot.fixed == 0 or own:
-                    base = base + self._first_use(slot.table, slot.fixed == 0)[of_slot]
-            self._classes[key] = Weighted(base, needs, gives, cuts)
+            self._classes[key] = self.priced.weighted(kind, first)
         return self._classes[key]
 
-    def _own(self, kind: StepClass) -> tuple[Array, Cuts | None]:
-        """What the choices of a class cost, without what comes after communication of their own that ends a phase, and that."""
-        layout = self.grid.of_class(kind)
-        base = self.prices.steps(layout)
-        if not self.cutting(kind):
-            return base, None
-        after = self.prices.after(layout)
-        cuts = (layout.cuts_forward, layout.cuts_backward)
-        either = (cuts[0] | cuts[1])[:, None]
-        pairs = self.weights.kinds if len(self.weights.pairs) == self.weights.kinds**2 else 0
-        return np.where(either, base - after, base), Cuts(*cuts, np.where(either, after, 0.0), pairs)
-
-    def cutting(self, kind: StepClass) -> bool:
-        """Whether a choice of a class communicates itself in forward, ending a phase. (Gathers of sufficient factors run backward; nearly every
-        product may have them, and they matter too little to pay for.)"""
-        return self.moves.capacity is None and bool(self.grid.of_class(kind).cuts_forward.any())
-
-    def _first_use(self, table: TensorTable, once: bool) -> Array:
-        """(target, weights) -> the least price of storing a parameter and having it in `target`."""
-        key = id(table), once
-        if key not in self._firsts:
-            n = len(table.placements)
-            of_kept = np.array([k.placement for k in table.stored])
-            cost = self.prices.steps(self.grid.of_stored(table))[:, None] + self.conversions(table)[of_kept, :n]
-            if once:
-                cost = np.where(self.grid.kept(table)[..., None], cost, np.inf)
-            self._firsts[key] = cost.min(axis=0)
-        return self._firsts[key]
-
-    def conversions(self, table: TensorTable) -> Array:
-        """(row, target) -> the least weighted cost of a conversion from anything that is available in the row; nothing for "anything"."""
-        if id(table) not in self._converted:
-            n, direct, inside = len(table.placements), self._direct(table), self.outline.inside(table)
-            rows = np.minimum.reduce(np.where(inside[:, :, None, None], direct[None], np.inf), axis=1)
-            rows[inside] = 0.0
-            rows[n] = 0.0
-            self._converted[id(table)] = rows
-        return self._converted[id(table)]
-
-    def _direct(self, table: TensorTable) -> Array:
-        """Least weighted price over all paths between any two placements: every order of the axes, the cheapest edge on each."""
-        if id(table) not in self._directs:
-            best = self.grid.direct(table, self.edges)
-            self._directs[id(table)] = best + self._held(table) if self.moves.prices is not None else best
-        return self._directs[id(table)]
-
-    def _held(self, table: TensorTable) -> Array:
-        """The price of what a conversion between two placements leaves in memory (a gathered parameter may be freed)."""
-        states = [p.states for p in table.placements]
-        prices = np.zeros((len(states), len(states), 1))
-        if not table.parameter:
-            of_target = [self.moves.price(table.held(q)) for q in table.placements]
-            for p, source in enumerate(states):
-                for q, target in enumerate(states):
-                    if any(s != t and forward_collective(s, t) is not None for s, t in zip(source, target, strict=True)):
-                        prices[p, q] = of_target[q]
-        return prices
+    def _priced(self, sheet: Sheet) -> Priced:
+        moves, weights = self.moves, self.weights
+        edges = moves.edges.weighted(weights.forward, weights.backward)
+        held = None
+        if moves.prices is not None:
+            terms, which = sheet.held()
+            held = np.array([moves.price(term) for term in terms.tolist()])[which]
+        prices = Prices(moves.values, weights, moves.capacity, moves.prices)
+        pairs = weights.kinds if len(weights.pairs) == weights.kinds**2 else 0
+        return Priced(sheet, padded(edges if moves.capacity is None else np.zeros_like(edges)), prices, pairs, held)

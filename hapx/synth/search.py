@@ -185,9 +185,9 @@ def _incumbent(domain: Synthesis, statistics: Statistics, within: float, best: S
     problem = domain.problem
     if problem.seeds is None:
         problem.seeds = seeds(problem)
-    narrow, free = [(seed, 1) for seed in problem.seeds], [(None, width) for width in ((1,) if problem.exposed < 1 else (1, WIDTH))]
+    narrow, wide = [(seed, 1) for seed in problem.seeds], [(None, WIDTH)] if problem.exposed == 1 else []
     start = domain.start()
-    for only, width in [*free, *narrow] if problem.within else [*narrow, *free]:
+    for only, width in [(None, 1), *(wide + narrow if problem.within else narrow + wide)]:
         if best is not None and width == 1 and start is not None and start.estimate >= best.estimate * (1 - within):
             break
         domain.only = only

@@ -1,0 +1,260 @@
+"""Where every price of the relaxed problem is, in a few long arrays: at given shares a few array operations make them all.
+
+In: the placements, sets and paths of a problem's tables, the choices of its classes. Out: a `Sheet` of index arrays, made once per problem, and what
+is `Priced` at one set of shares, as views per table and class. An array of prices is (entry, weights); a table's conversions are its rows (see
+`Outline.sets`) times its placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hapx.cost.edges import Array, Mask, Numbers
+from hapx.synth.grid import Grid, Prices, layout
+from hapx.synth.outline import Outline
+from hapx.synth.problem import Problem, StepClass
+from hapx.synth.tables import TensorTable
+from hapx.theory.conversion import storages
+from hapx.transposes import forward_collective
+
+View = tuple[slice, tuple[int, ...]]  # entries, and their shape
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Choices with communication of their own that ends a phase, forward and backward, and what they do after it (choices x weights)."""
+
+    forward: Mask
+    backward: Mask
+    after: Array
+    pairs: int  # kinds, where every pair of them has a weight; else 0
+
+    def freed(self, rest: Array) -> Array:
+        """That and what follows it: in a new phase another kind may be the slowest, so any weight of that direction is a bound."""
+        shape = (-1, *(1,) * (rest.ndim - 1))
+        forward, backward = self.forward.reshape(shape), self.backward.reshape(shape)
+        total: Array = (self.after if rest.ndim == 2 else self.after[:, None]) + rest
+        both = forward & backward
+        if self.pairs:
+            grid = total[..., : self.pairs**2].reshape(*total.shape[:-1], self.pairs, self.pairs)
+            for cut, axis in ((forward & ~both, -2), (backward & ~both, -1)):
+                best = np.broadcast_to(grid.max(axis=axis, keepdims=True), grid.shape).reshape(*total.shape[:-1], -1)
+                best = np.concatenate([best, total[..., self.pairs**2 :]], axis=-1)
+                total = np.where(cut, best, total)
+        return np.where(both, total.max(axis=-1, keepdims=True), total)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """A step class: weighted cost per choice (choices x weights), without `cuts.after`; the placement that each choice needs of a slot, and gives of
+    a result."""
+
+    base: Array
+    needs: tuple[Numbers, ...]
+    gives: tuple[Numbers, ...]
+    cuts: Cuts | None
+
+    def total(self, rest: Array) -> Array:
+        """(choice, ..., weights) -> the bound before the step, conversions left out, by the bound after it."""
+        return (self.base if rest.ndim == 2 else self.base[:, None]) + (rest if self.cuts is None else self.cuts.freed(rest))
+
+
+class Sheet:
+    """The index arrays of a problem."""
+
+    def __init__(self, problem: Problem, grid: Grid, outline: Outline):
+        self.outline, self.grid = outline, grid
+        self.tables = list({id(t): t for t in problem.tables.values()}.values())
+        self.classes = problem.classes
+        steps = [c.step for kind in problem.classes for c in kind.choices]
+        self.own = _views([(id(k), (len(k.choices),)) for k in problem.classes])  # per class and choice
+        self.stored = _views([(id(t), (len(t.stored),)) for t in self.tables], len(steps))  # per table and placement in which it may be stored
+        self.layout = layout([*steps, *(k.step for t in self.tables for k in t.stored)])
+        # choices with communication of their own that ends a phase, in classes in which one does so in forward. (Gathers of sufficient factors run
+        # backward; nearly every product may have them, and they matter too little to pay for.)
+        self.freed: Mask = self.layout.cuts_forward | self.layout.cuts_backward
+        for entries, _ in [*self.own.values(), (slice(len(steps), None), ())]:
+            self.freed[entries] &= self.layout.cuts_forward[entries].any()
+        self._paths()
+        self._conversions()
+        self._first_uses(problem)
+        self._choices(problem)
+        self._needs(problem)
+        self._held: tuple[Numbers, Numbers] | None = None
+
+    # -- between placements -----------------------------------------------------------------------------------------------------------------------
+
+    def _paths(self) -> None:
+        """`between`: (source, target) of every table; the edges of its paths, for each order of the axes; those through shards of the inner axis."""
+        paths = [self.grid.paths[id(t)] for t in self.tables]
+        self.between = _views([(id(t), (len(t.placements),) * 2) for t in self.tables])
+        self.orders: Numbers = np.concatenate([p.orders for p in paths], axis=2)
+        at = [self.between[id(t)][0].start + p.shared[0] * len(t.placements) + p.shared[1] for t, p in zip(self.tables, paths, strict=True)]
+        self.through: tuple[Numbers, Numbers] = np.concatenate(at), np.concatenate([p.shared[2:] for p in paths], axis=1)
+
+    def held(self) -> tuple[Numbers, Numbers]:
+        """Terms of what conversions leave in memory (-1: nothing; a gathered parameter may be freed), and per entry of `between` which of them."""
+        if self._held is None:
+            found = np.full(self.orders.shape[2], -1)
+            for table in self.tables:
+                if not table.parameter:
+                    states, (own, shape) = [p.states for p in table.placements], self.between[id(table)]
+                    moves = [
+                        [any(s != t and forward_collective(s, t) is not None for s, t in zip(p, q, strict=True)) for q in states] for p in states
+                    ]
+                    of_target = np.array([table.held(q) for q in table.placements])
+                    found[own] = np.where(np.array(moves).reshape(shape), of_target[None], -1).ravel()
+            self._held = np.unique(found, return_inverse=True)
+        return self._held
+
+    def _conversions(self) -> None:
+        """`rows`: (row, target) of every table; the entries of `between` from which a set of one placement may come; pairs of rows for the others."""
+        self.rows = _views([(id(t), (len(self.outline.sets(t)), len(t.placements))) for t in self.tables])
+        starts, sources, sizes, ones, twos, both, anything = ([] for _ in range(7))
+        for table in self.tables:
+            n, begin, at = len(table.placements), self.between[id(table)][0].start, self.rows[id(table)][0].start
+            row, source = np.nonzero(self.outline.inside(table)[:n])
+            starts.append(at + row * n)
+            sources.append(begin + source * n)
+            sizes.append(np.full(len(row), n))
+            anything.append(at + n * n + np.arange(n))
+            pairs = np.array(self.outline.pairs(table), dtype=np.int64).reshape(-1, 2)
+            ones.append((at + pairs[:, :1] * n + np.arange(n)).ravel())
+            twos.append((at + pairs[:, 1:] * n + np.arange(n)).ravel())
+            both.append((at + (n + 1) * n + np.arange(len(pairs) * n)).ravel())
+        width = np.concatenate(sizes)
+        target = np.arange(width.sum()) - np.repeat(np.cumsum(width) - width, width)
+        made = np.repeat(np.concatenate(starts), width) + target
+        order = np.argsort(made, kind="stable")
+        self.from_one = (np.repeat(np.concatenate(sources), width) + target)[order]
+        made = made[order]
+        self.first_from = np.flatnonzero(np.diff(made, prepend=-1))
+        self.of_one, self.of_two = made[self.first_from], np.concatenate(both)
+        self.one_of_two, self.other_of_two, self.of_anything = np.concatenate(ones), np.concatenate(twos), np.concatenate(anything)
+        self.length = sum(s.stop - s.start for s, _ in self.rows.values())
+
+    # -- parameters -------------------------------------------------------------------------------------------------------------------------------
+
+    def _first_uses(self, problem: Problem) -> None:
+        """`firsts`: per table whose first use is in a step, and whether that is the only one, the targets; for each, ways to store it."""
+        uses: dict[tuple[int, bool], TensorTable] = {}
+        for step, first in zip(problem.steps, self.outline.first, strict=True):
+            uses |= {(id(s.table), s.fixed == 0): s.table for s, own in zip(step.kind.slots, first, strict=True) if s.fixed == 0 or own}
+        self.firsts = _views([(key, (len(t.placements),)) for key, t in uses.items()])
+        kept, converted, counts = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], [0]
+        for (_, once), table in uses.items():
+            n, number, own = len(table.placements), np.array([k.placement for k in table.stored]), self.stored[id(table)][0]
+            of_kept = np.repeat(np.arange(own.start, own.stop)[None], n, axis=0)  # target x kept
+            kept.append((np.where(_allowed(table), of_kept, -1) if once else of_kept).ravel())
+            converted.append((self.rows[id(table)][0].start + number * n + np.arange(n)[:, None]).ravel())
+            counts += [len(number)] * n
+        self.first_kept, self.first_converted, self.first_starts = np.concatenate(kept), np.concatenate(converted), np.cumsum(counts[:-1])
+
+    # -- choices ----------------------------------------------------------------------------------------------------------------------------------
+
+    def _choices(self, problem: Problem) -> None:
+        """`weighted`: per class, and which of its slots are parameters used for the first time, the choices; for each, its own entry and those of
+        `firsts` (-1: none)."""
+        found: dict[tuple[int, tuple[bool, ...]], StepClass] = {}
+        for step, first in zip(problem.steps, self.outline.first, strict=True):
+            found.setdefault((id(step.kind), first), step.kind)
+        self.weighted = _views([(key, (len(kind.choices),)) for key, kind in found.items()])
+        own, firsts = [], []
+        for (_, first), kind in found.items():
+            begin = self.own[id(kind)][0]
+            own.append(np.arange(begin.start, begin.stop))
+            needs = zip(kind.slots, self.outline.ends(kind)[0], first, strict=True)
+            firsts.append([self.firsts[id(s.table), s.fixed == 0][0].start + of_slot for s, of_slot, own in needs if s.fixed == 0 or own])
+        most = max(map(len, firsts), default=0)
+        self.of_choice = np.concatenate(own)
+        none = [[np.full(len(o), -1)] * (most - len(f)) for o, f in zip(own, firsts, strict=True)]
+        self.firsts_of_choice = [np.concatenate([[*f, *n][k] for f, n in zip(firsts, none, strict=True)]) for k in range(most)]
+
+    def _needs(self, problem: Problem) -> None:
+        """`needs`: per class and slot that keeps its placements, (choice, row): what it costs to have it where the choice needs it."""
+        slots: dict[tuple[int, int], StepClass] = {}
+        for kind in problem.classes:
+            slots |= {(id(kind), k): kind for k, slot in enumerate(kind.slots) if slot.fixed is None and not slot.table.stored}
+        shapes, numbers = [], [np.zeros(0, dtype=np.int64)]
+        for (key, k), kind in slots.items():
+            (entries, (rows, n)), needs = self.rows[id(kind.slots[k].table)], self.outline.ends(kind)[0][k]
+            shapes.append(((key, k), (len(needs), rows)))
+            numbers.append((entries.start + needs[:, None] + np.arange(rows) * n).ravel())
+        self.needs, self.needed = _views(shapes), np.concatenate(numbers)
+
+
+class Priced:
+    """The prices at one set of shares."""
+
+    def __init__(self, sheet: Sheet, edges: Array, prices: Prices, pairs: int, held: Array | None):
+        """edges: as `grid.padded`. pairs: see `Cuts`. held: per entry of `between`, the price of what a conversion leaves in memory."""
+        self.sheet, self.pairs = sheet, pairs
+        direct: Array = np.minimum.reduce(np.add.reduce(edges[sheet.orders], axis=1), axis=0)
+        at, along = sheet.through
+        if len(at):
+            direct[at] = np.minimum(direct[at], np.add.reduce(edges[along], axis=0))
+        self._direct = direct if held is None else direct + held[:, None]
+        self._rows = np.zeros((sheet.length, edges.shape[1]))  # from anything: nothing
+        self._rows[sheet.of_one] = np.minimum.reduceat(self._direct[sheet.from_one], sheet.first_from)
+        self._rows[sheet.of_two] = np.minimum(self._rows[sheet.one_of_two], self._rows[sheet.other_of_two])
+        self._needed = self._rows[sheet.needed]
+        own = prices.steps(sheet.layout)
+        self.cuts = prices.capacity is None and bool(sheet.freed.any())
+        if self.cuts:
+            self._after = np.where(sheet.freed[:, None], prices.after(sheet.layout), 0.0)
+            own = own - self._after
+        base: Array = own[sheet.of_choice]
+        if len(sheet.first_starts):
+            ways = np.vstack([own, np.full((1, own.shape[1]), np.inf)])[sheet.first_kept] + self._rows[sheet.first_converted]
+            firsts = np.vstack([np.minimum.reduceat(ways, sheet.first_starts), np.zeros((1, own.shape[1]))])
+            for numbers in sheet.firsts_of_choice:
+                base += firsts[numbers]
+        self._base = base
+
+    def direct(self, table: TensorTable) -> Array:
+        """(source, target, weights): the least price over all paths between two placements, every order of the axes, the cheapest edge on each."""
+        return _at(self._direct, self.sheet.between[id(table)])
+
+    def conversions(self, table: TensorTable) -> Array:
+        """(row, target, weights): the least price of a conversion from anything that is available in the row; nothing for "anything"."""
+        return _at(self._rows, self.sheet.rows[id(table)])
+
+    def needed(self, kind: StepClass, slot: int) -> Array:
+        """(choice, row, weights): as `conversions`, to what each choice needs of a slot."""
+        return _at(self._needed, self.sheet.needs[id(kind), slot])
+
+    def weighted(self, kind: StepClass, first: tuple[bool, ...]) -> Weighted:
+        """The choices of a class. first: slots that are parameters used for the first time here: each choice pays the least price of storing them and
+        having them where it needs them."""
+        return Weighted(_at(self._base, self.sheet.weighted[id(kind), first]), *self.sheet.outline.ends(kind), self._cuts(kind))
+
+    def _cuts(self, kind: StepClass) -> Cuts | None:
+        own = self.sheet.own[id(kind)][0]
+        if not self.cuts or not self.sheet.freed[own].any():
+            return None
+        return Cuts(self.sheet.layout.cuts_forward[own], self.sheet.layout.cuts_backward[own], self._after[own], self.pairs)
+
+
+def _at(values: Array, view: View) -> Array:
+    return values[view[0]].reshape(*view[1], -1)
+
+
+def _views(shapes: Sequence[tuple[Any, tuple[int, ...]]], at: int = 0) -> dict[Any, View]:
+    """Consecutive entries, from `at` on."""
+    found = {}
+    for key, shape in shapes:
+        length = int(np.prod(shape, dtype=np.int64))
+        found[key] = slice(at, at + length), shape
+        at += length
+    return found
+
+
+def _allowed(table: TensorTable) -> Mask:
+    """(target, kept) -> whether a parameter whose only use is in `target` may be stored like that."""
+    options = tuple(table.placements[k.placement] for k in table.stored)
+    fitting = [storages(options, target) for target in table.placements]
+    return np.array([[option in allowed for option in options] for allowed in fitting]).reshape(-1, len(options))
