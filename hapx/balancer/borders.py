@@ -62,7 +62,7 @@ def free_borders(
         if cheaper is None:
             return None
         groups = cheaper
-    freed = choice.best(groups, most, consecutive)
+    freed = choice.best(groups, most, consecutive, worth, known)
     return freed if freed is not None and freed.gain >= worth and freed.time <= known * (1 - worth) else None
 
 
@@ -93,10 +93,13 @@ class _Choice:
             prices[kind] = max(0.0, now - self.solved(self.one, more)[0]) / (more[kind] - self.capacity[kind])
         return prices
 
-    def best(self, groups: tuple[int, ...], most: int, consecutive: bool) -> Freed | None:
-        """From all borders of `groups` free, borders are tied again as long as that costs nothing."""
+    def best(self, groups: tuple[int, ...], most: int, consecutive: bool, worth: float, known: float) -> Freed | None:
+        """From all borders of `groups` free, borders are tied again as long as that costs nothing. None where even all of them free are not worth it:
+        tying one never makes a program faster."""
         alone, _ = self.solved(self.one, self.capacity)
         time, shares = self.solved(groups, self.capacity)
+        if time > min(alone, known) * (1 - worth):
+            return None
         if 1 + max(groups) > MANY:
             groups = self._alike_tied(groups, shares, consecutive)
             time, shares = self.solved(groups, self.capacity)

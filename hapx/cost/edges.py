@@ -106,6 +106,7 @@ class EdgePrices:
         fractions: dict[Placement, int] = {}
         runs: dict[Any, Run | None] = {}
         self.known: dict[Any, tuple[Sequence[tuple[str, str]], tuple[tuple[Copies, ...], ...]]] = {}  # see `_carried_out`
+        self._flagged: dict[str, tuple[Any, ...]] = {}
         rows: dict[tuple[int, str], list[tuple[int, Run, TensorRef]]] = {}
         self.rows: dict[tuple[int, bool], tuple[int, int]] = {}  # (edge, whether what is gathered is freed) -> its part, and its row there
         numbers: dict[tuple[int, str], int] = {}
@@ -142,7 +143,10 @@ class EdgePrices:
         return axis, id(before), id(after), free, self._flags(ref)
 
     def _flags(self, ref: TensorRef) -> tuple[Any, ...]:
-        return ref.kind, ref.requires_grad, ref.bytes <= SCALAR_BYTES, self.costs.computed_again(ref)
+        found = self._flagged.get(ref.name)
+        if found is None:
+            found = self._flagged[ref.name] = ref.kind, ref.requires_grad, ref.bytes <= SCALAR_BYTES, self.costs.computed_again(ref)
+        return found
 
     def _run(self, edge: Edge, free: bool, fractions: dict[Placement, int]) -> Run | None:
         """None where nothing moves, or the edge is priced otherwise."""
@@ -192,7 +196,8 @@ class EdgePrices:
         columns = [np.array(column) for column in zip(*(runs[i] for i in at), strict=True)]
         _, _, first, second, shard, longer, sharers, forward, backward, joins, even, passes = columns
         which = np.array([at[place[id(run)]] for run in runs])
-        whole, part = np.array([float(r.bytes) for r in refs]), np.array([self.costs.part_of_bucket(r) for r in refs])
+        of_ref = {r.name: (float(r.bytes), self.costs.part_of_bucket(r)) for r in {r.name: r for r in refs}.values()}
+        whole, part = np.array([of_ref[r.name] for r in refs]).T
         summed = sharers[which] > 0
         sent = np.where(summed, whole / np.maximum(sharers[which], 1) / self.costs.repeats, whole)
         latency = np.where(summed, part / self.costs.repeats, 1.0)
