@@ -3,9 +3,10 @@
 The additive cost counts the sums of gradients in full, though they run beside backward, so a search by it avoids them at prices that overlap would
 have spared. Let A be the seconds of a program without these sums, S those of the sums, and e the part of S that backward does not hide, which only
 the simulator knows. For every e, a search that counts the part e of the sums (`Problem.exposed`) finds the program of least A + e S, a corner of the
-lower convex hull of all (S, A). The planner has that of e = 1. Here comes that of e = 0, plain data parallelism most often, and from both ends on the
-corners at what their programs expose, until these are known (a fixed point: the program found leaves bare what was counted). The least A + e S is a
-concave function of e, so between two ends it lies above their chord and below their lines: where these are close, nothing is searched for.
+lower convex hull of all (S, A). The planner has that of e = 1. Here comes that of e = 0, plain data parallelism most often, from both ends on the
+corners at what their programs expose, until these are known (a fixed point: the program found leaves bare what was counted), and the one where both
+ends take equally long. The least A + e S is a concave function of e, so between two ends it lies above their chord and below their lines: where these
+are close, nothing is searched for.
 
 In: the alternation of a view that was searched, its best candidate, and one that gives candidates their simulated times. Out: further candidates,
 which only the simulator can rank.
@@ -56,7 +57,10 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
             return None
         programs.add(id(new[0].program))
         found.extend(new)
-        return line(min(new, key=lambda c: c.cost))
+        made = line(min(new, key=lambda c: c.cost))
+        if part == 0.0:
+            ends.append(made)
+        return made
 
     def promising(part: float) -> bool:
         """Whether a program may be cheaper with this part of the sums than those of both ends, which are the best ones there."""
@@ -66,16 +70,18 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
         chord = (1 - part) * first.at(0.0) + part * last.at(1.0)
         return min(first.at(part), last.at(part)) - chord > WORTH * known
 
-    if _all_sums(alternation) < known:
-        hidden = searched(0.0)
-        if hidden is None:  # nothing is faster even where all sums hide, or one program is the best for every part
-            return found
-        ends.append(hidden)
-    for end in ends:
-        at: Line | None = end
-        while at is not None:
-            part = exposed(at, timed(at.candidate).time)
+    def follow(part: float | None) -> None:
+        """From one program to the next, as long as there is a new one."""
+        while part is not None:
             at = searched(part) if promising(part) else None
+            part = exposed(at, timed(at.candidate).time) if at is not None else None
+
+    if _all_sums(alternation) < known and searched(0.0) is None:
+        return found  # nothing is faster even where all sums hide, or one program is the best for every part
+    for end in ends:  # to which the search with none of them may add
+        follow(exposed(end, timed(end.candidate).time))
+    if len(ends) > 1:
+        follow(crossing(*ends))
     return found
 
 
@@ -90,6 +96,12 @@ def line(candidate: Candidate) -> Line:
 def exposed(of: Line, time: float) -> float:
     """The part of the sums of gradients that nothing hides, by the simulated time; 0 where there are none."""
     return min(1.0, max(0.0, (time - of.apart) / of.sums)) if of.sums else 0.0
+
+
+def crossing(one: Line, other: Line) -> float | None:
+    """The part at which two candidates take equally long, if there is one."""
+    part = (one.apart - other.apart) / (other.sums - one.sums) if one.sums != other.sums else -1.0
+    return part if 0.0 < part < 1.0 else None
 
 
 def _all_sums(alternation: Alternation) -> float:
