@@ -78,7 +78,7 @@ class _Choice:
         goal = self.untied.objective(groups)
         start = {Row(row.kind, g, row.axis): own for row, own in self.shares.items() for g in range(1 + max(groups))}
         found = balance(goal, self.sizes, capacity, start)
-        return (float("inf"), start) if found is None else (goal.time({c: found[c.row] for c in goal.cuts}), found)
+        return (inf, start) if found is None else (goal.time({c: found[c.row] for c in goal.cuts}), found)
 
     def prices(self) -> Vector | None:
         """Seconds per byte of memory on each kind, where it binds: what one per cent more of it would save."""
@@ -87,6 +87,8 @@ class _Choice:
         if not full.any():
             return None
         now, prices = self.solved(self.one, self.capacity)[0], np.zeros(len(self.sizes))
+        if now == inf:  # limits that were corrected since do not admit it: no price is known
+            return None
         for kind in np.flatnonzero(full):
             more = self.capacity.copy()
             more[kind] *= 1.01
