@@ -77,7 +77,7 @@ class Sheet:
         # choices with communication of their own that ends a phase, in classes in which one does so in forward. (Gathers of sufficient factors run
         # backward; nearly every product may have them, and they matter too little to pay for.)
         self.freed: Mask = self.layout.cuts_forward | self.layout.cuts_backward
-        for entries, _ in [*self.own.values(), (slice(len(steps), None), ())]:
+        for entries, _ in self.own.values():
             self.freed[entries] &= self.layout.cuts_forward[entries].any()
         self._paths()
         self._conversions()
@@ -114,14 +114,13 @@ class Sheet:
     def _conversions(self) -> None:
         """`rows`: (row, target) of every table; the entries of `between` from which a set of one placement may come; pairs of rows for the others."""
         self.rows = _views([(id(t), (len(self.outline.sets(t)), len(t.placements))) for t in self.tables])
-        starts, sources, sizes, ones, twos, both, anything = ([] for _ in range(7))
+        starts, sources, sizes, ones, twos, both = ([] for _ in range(6))
         for table in self.tables:
             n, begin, at = len(table.placements), self.between[id(table)][0].start, self.rows[id(table)][0].start
             row, source = np.nonzero(self.outline.inside(table)[:n])
             starts.append(at + row * n)
             sources.append(begin + source * n)
             sizes.append(np.full(len(row), n))
-            anything.append(at + n * n + np.arange(n))
             pairs = np.array(self.outline.pairs(table), dtype=np.int64).reshape(-1, 2)
             ones.append((at + pairs[:, :1] * n + np.arange(n)).ravel())
             twos.append((at + pairs[:, 1:] * n + np.arange(n)).ravel())
@@ -134,7 +133,7 @@ class Sheet:
         made = made[order]
         self.first_from = np.flatnonzero(np.diff(made, prepend=-1))
         self.of_one, self.of_two = made[self.first_from], np.concatenate(both)
-        self.one_of_two, self.other_of_two, self.of_anything = np.concatenate(ones), np.concatenate(twos), np.concatenate(anything)
+        self.one_of_two, self.other_of_two = np.concatenate(ones), np.concatenate(twos)
         self.length = sum(s.stop - s.start for s, _ in self.rows.values())
 
     # -- parameters -------------------------------------------------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ class Sheet:
             begin = self.own[id(kind)][0]
             own.append(np.arange(begin.start, begin.stop))
             needs = zip(kind.slots, self.outline.ends(kind)[0], first, strict=True)
-            firsts.append([self.firsts[id(s.table), s.fixed == 0][0].start + of_slot for s, of_slot, own in needs if s.fixed == 0 or own])
+            firsts.append([self.firsts[id(s.table), s.fixed == 0][0].start + of_slot for s, of_slot, here in needs if s.fixed == 0 or here])
         most = max(map(len, firsts), default=0)
         self.of_choice = np.concatenate(own)
         none = [[np.full(len(o), -1)] * (most - len(f)) for o, f in zip(own, firsts, strict=True)]
