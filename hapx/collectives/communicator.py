@@ -13,10 +13,12 @@ every rank. Gloo refuses uneven sizes in all_gather, all_gather_into_tensor and 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import combinations
 from typing import Any, Literal, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -107,6 +109,7 @@ class ProcessGroupCommunicator:
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = dist.group.WORLD if group is None else group
+        _communicators.add(self)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
 
@@ -246,6 +249,22 @@ class _Running:
     def wait(self) -> Tensor:
         self.work.wait()
         return self.t
+
+
+_communicators: WeakSet[ProcessGroupCommunicator] = WeakSet()
+
+
+def release_groups() -> None:
+    """At the end of the process: no communicator holds its process group any more, so that those which are destroyed end their threads while Python
+    still runs. A thread of gloo that lets go of a tensor later than that ends the process with SIGABRT."""
+    for communicator in _communicators:
+        del communicator.group
+    _communicators.clear()
+    # imported once there is a process group, as capture does, these functions have it as the default of an argument
+    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(value, dist.ProcessGroup) for value in defaults):
+            function.__defaults__ = tuple([None if isinstance(value, dist.ProcessGroup) else value for value in defaults])
 
 
 def create_groups(mesh: Mesh, world: ThreadCommunicator | None = None, timeout: timedelta | None = None) -> dict[tuple[int, ...], Communicator]:

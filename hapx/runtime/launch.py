@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from hapx import errors
 from hapx.cluster.spec import ClusterSpec
+from hapx.collectives.communicator import ProcessGroupCommunicator, release_groups
 from hapx.collectives.lost import lost_rank
 from hapx.errors import HapError, LaunchError
 
@@ -52,13 +53,13 @@ class World:
     rank: int
     size: int
     device: torch.device
-    control: dist.ProcessGroup
+    control: ProcessGroupCommunicator
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, on every rank."""
         values: list[Any] = [None] * self.size
         with lost_rank():
-            dist.all_gather_object(values, value, group=self.control)
+            dist.all_gather_object(values, value, group=self.control.group)
         return values
 
     def from_first(self, make: Callable[[], str], what: str) -> str:
@@ -71,7 +72,7 @@ class World:
             except Exception as caught:  # sent to all, then raised again
                 error, message = caught, [_pack(caught)]
         with lost_rank():
-            dist.broadcast_object_list(message, src=0, group=self.control)
+            dist.broadcast_object_list(message, src=0, group=self.control.group)
         if error is not None:
             raise error
         kind, value = message[0]
@@ -102,7 +103,7 @@ class World:
         number = int.from_bytes(hashlib.sha256(own.encode()).digest()[:8], "big") >> 2
         both = torch.tensor([number, -number], dtype=torch.int64)
         with lost_rank():
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=self.control)
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self.control.group)
         if text is None or int(both[0]) != -int(both[1]):
             said: dict[str, list[int]] = {}
             for rank, words in enumerate(self.gather(own)):
@@ -117,14 +118,16 @@ class World:
 
 def join(cluster: ClusterSpec) -> World:
     """Initialises the process group if nobody has, and checks the ranks against the cluster. Raises LaunchError, on all ranks."""
-    started = not dist.is_initialized()
-    if started:
+    if not dist.is_initialized():
         _initialise()
+        atexit.register(_leave)
+    else:
+        atexit.register(release_groups)  # whoever has initialised it destroys it
     rank, size = dist.get_rank(), dist.get_world_size()
     device = _device(rank)
     control = dist.new_group(backend="gloo", timeout=PLANNING_TIMEOUT)
     assert control is not None
-    world = World(rank, size, device, control)
+    world = World(rank, size, device, ProcessGroupCommunicator(control))
     facts = [Facts(**f) for f in world.gather(asdict(_facts(rank, device, cluster)))]
     check(facts, cluster, simulated=device.type == "cpu")
     return world
@@ -145,12 +148,12 @@ def _initialise() -> None:
         torch.cuda.set_device(local)
         options["device_id"] = torch.device("cuda", local)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, **options)
-    atexit.register(_leave)
 
 
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    release_groups()
 
 
 def _device(rank: int) -> torch.device:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,3 +180,43 @@ def test_pool_shows_the_traceback_of_a_rank() -> None:
         pool(2).run(raises_on_one)
     assert "raises_on_one" in error.value.failures[1]
     assert pool(2).run(torch.get_num_threads) == [1, 1]
+
+
+# ---- the end of the process -----------------------------------------------------------------------------------------------------------------------
+
+TRAINS = """
+import atexit, os, sys
+
+def names():
+    threads = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
+    sys.stdout.write(f"threads of gloo: {sum('gloo' in name for name in threads)}\\n")  # a line at once
+
+atexit.register(names)  # the first to be registered is the last to run
+import torch.distributed as dist
+if "started" in sys.argv:
+    dist.init_process_group("gloo")
+import torch
+import hapx
+
+machine = {"name": "a", "device": "T4", "devices": 2, "intra": {"bandwidth": "10 GB/s", "latency": "5 us"}}
+model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+model = hapx.HAP(model, {"machines": [machine]}, example_inputs=(x, x), loss_fn=torch.nn.functional.mse_loss)
+model(x, x).backward()
+names()
+if "started" in sys.argv:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc: threads have no names to count")
+@pytest.mark.parametrize("how", ["started", "left to hapx"])
+def test_no_thread_of_gloo_outlives_python(how: str, tmp_path: Path) -> None:
+    """One that lets go of a tensor after the interpreter has ended ends the process with SIGABRT."""
+    script = tmp_path / "trains.py"
+    script.write_text(TRAINS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr
+    counted = [int(line.split()[-1]) for line in ended.stdout.splitlines()]
+    assert sorted(counted)[:2] == [0, 0] and min(sorted(counted)[2:]) > 0, ended.stdout
