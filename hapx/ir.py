@@ -83,8 +83,14 @@ class TorchConst:
 Value = Any
 
 
+class _Referring:
+    """Asked for its references again and again; they are no field: not compared, shown or saved."""
+
+    __slots__ = ("_refs",)
+
+
 @dataclass(frozen=True, slots=True)
-class OpCall:
+class OpCall(_Referring):
     """A call of `target` ("aten.linear.default", or a composite "hapx.<name>") with named arguments."""
 
     target: str
@@ -114,13 +120,12 @@ class OpCall:
 
     def refs(self) -> tuple[str, ...]:
         """Names of tensor arguments in order of appearance, with repetitions."""
-        found: list[str] = []
-        for _, value in self.args:
-            if isinstance(value, Ref):
-                found.append(value.name)
-            elif isinstance(value, tuple):
-                found += [r.name for r in iter_refs(value)]
-        return tuple(found)
+        try:
+            return self._refs  # type: ignore[no-any-return, attr-defined]
+        except AttributeError:
+            found = tuple([r.name for _, value in self.args for r in iter_refs(value)])
+            object.__setattr__(self, "_refs", found)
+            return found
 
     def __str__(self) -> str:
         return f"{self.target}({', '.join(f'{k}={_show(v)}' for k, v in self.args)})"

@@ -18,7 +18,7 @@ from hapx.cost.edges import Array, Numbers
 from hapx.synth.effect import Vector
 from hapx.synth.moves import Moves
 from hapx.synth.problem import Problem
-from hapx.synth.relaxation import Context, Relaxation, Use
+from hapx.synth.relaxation import GENERAL, Context, Relaxation, Use
 from hapx.synth.sheet import Weighted
 from hapx.synth.tables import TensorTable, bits
 
@@ -35,7 +35,7 @@ class Bound:
         self._bounds: dict[tuple[int, int], tuple[Numbers, bool]] = {}
         self._rows: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._known: dict[tuple[int, int], tuple[Weighted, Array]] = {}
-        self._several: dict[tuple[int, str, int, int], list[Array]] = {}
+        self._several: dict[tuple[int, int, int, int], list[Array]] = {}
         self._steps: dict[tuple[int, int, int], Array] = {}
         self.outline = self.relaxation.outline
 
@@ -93,7 +93,7 @@ class Bound:
         if level == len(self.problem.steps):
             return self.none
         found = [self._part(level, context, -1, 0)]
-        for i, (_, table, _, shift) in enumerate(self.outline.values[level]):
+        for i, (table, _, shift) in enumerate(self.outline.values[level]):
             found.append(self._part(level, context, i, place >> shift & table.full))
         return found[0] if len(found) == 1 else tuple(map(max, *found))
 
@@ -103,51 +103,51 @@ class Bound:
         if key not in self._parts:
             if value < 0:
                 rows, offset = self.relaxation.rows(context, level)
-                best = rows[""][0] + offset
+                best = rows[GENERAL][0] + offset
             else:
-                name, table, use, _ = self.outline.values[level][value]
-                best = self._available(context, level, name, table, use, mask)
+                table, use, shift = self.outline.values[level][value]
+                best = self._available(context, level, shift, table, use, mask)
             self._parts[key] = tuple((best + context.more if level < context.bottom else best).tolist())
         return self._parts[key]
 
-    def _available(self, context: Context, level: int, name: str, table: TensorTable, use: int, mask: int) -> Array:
+    def _available(self, context: Context, level: int, shift: int, table: TensorTable, use: int, mask: int) -> Array:
         """The bound by one value that is available in `mask` and used next at `use`; below the context's bottom without what the context adds."""
         rows, offset = self.relaxation.rows(context, level)
-        best: Array = self._row(rows[name], table, mask) + offset
+        best: Array = self._row(rows[shift], table, mask) + offset
         if not self._bounding(table, mask)[1]:
-            best = np.maximum(best, self._set(context, level, name, table, use, mask))
+            best = np.maximum(best, self._set(context, level, shift, table, use, mask))
         return best
 
-    def _set(self, context: Context, level: int, name: str, table: TensorTable, use: int, mask: int) -> Array:
+    def _set(self, context: Context, level: int, shift: int, table: TensorTable, use: int, mask: int) -> Array:
         """By the recursion of the module from the next use of the value, backward."""
-        found = self._several.setdefault((id(context), name, mask, use), [])
+        found = self._several.setdefault((id(context), shift, mask, use), [])
         while len(found) <= use - level:
             at = use - len(found)
             weighted, then = self._weighted(context, at)
             if found:
                 value = weighted.total(np.maximum(then, found[-1])).min(axis=0)
             else:
-                value = self._use(context, at, name, table, mask, weighted, then)
+                value = self._use(context, at, shift, table, mask, weighted, then)
             found.append(value - context.more if at == context.bottom - 1 else value)
         return found[use - level]
 
-    def _use(self, context: Context, level: int, name: str, table: TensorTable, mask: int, weighted: Weighted, then: Array) -> Array:
+    def _use(self, context: Context, level: int, shift: int, table: TensorTable, mask: int, weighted: Weighted, then: Array) -> Array:
         """The bound by a value in `mask` just before its use."""
         step = self.problem.steps[level]
-        slot = step.tensors.index(name)
+        slot = step.slot_shifts.index(shift)
         needs = weighted.needs[slot]
         cost = self.relaxation.priced.conversions(table)[list(bits(mask))].min(axis=0)[needs]
         if not step.kind.slots[slot].live:
             return (cost + weighted.total(then)).min(axis=0)  # type: ignore[no-any-return]
         rows, offset = self.relaxation.rows(context, level + 1)
-        following = next(u for n, _, u, _ in self.outline.values[level + 1] if n == name)
+        following = next(use for _, use, at in self.outline.values[level + 1] if at == shift)
         after: dict[int, Array] = {}
         for target in dict.fromkeys(needs.tolist()):
             more = mask | table.closure(target)
             if more == mask:
-                after[target] = self._available(context, level + 1, name, table, following, mask)
+                after[target] = self._available(context, level + 1, shift, table, following, mask)
             else:
-                after[target] = self._row(rows[name], table, more) + offset
+                after[target] = self._row(rows[shift], table, more) + offset
         return (cost + weighted.total(np.maximum(then, np.array([after[t] for t in needs.tolist()])))).min(axis=0)  # type: ignore[no-any-return]
 
     def _weighted(self, context: Context, level: int) -> tuple[Weighted, Array]:

@@ -22,22 +22,22 @@ PAIRS = 100  # sets of two placements that the tables of the bound have rows for
 
 class Outline:
     """Per level: `first`: per slot, whether it is a parameter used for the first time. `stored`: of the largest parameters that are live the next use
-    (level, slot) and their bits (shift, mask); `values`: of the other values name, table, next use and bits. `names`: those of `values`, with ""."""
+    (level, slot) and their bits (shift, mask); `values`: of the other values table, next use and bits. `places`: their bits, and -1."""
 
     def __init__(self, steps: tuple[Step, ...]):
         self.first = [_first(step) for step in steps]
         self.stored: list[tuple[tuple[int, int, int, int], ...]] = []
-        self.values: list[tuple[tuple[str, TensorTable, int, int], ...]] = []
+        self.values: list[tuple[tuple[TensorTable, int, int], ...]] = []
         following: dict[str, tuple[int, int]] = {}
         for level in range(len(steps) - 1, -1, -1):
             step = steps[level]
             following |= {name: (level, slot) for slot, name in enumerate(step.tensors)}
             stored = sorted([(n, t, shift) for n, t, shift in step.live if t.stored], key=lambda live: -live[1].ref.bytes)
             self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in stored[:PRICED]]))
-            self.values.append(tuple([(n, t, following[n][0], shift) for n, t, shift in step.live if not t.stored]))
+            self.values.append(tuple([(t, following[n][0], shift) for n, t, shift in step.live if not t.stored]))
         self.stored.reverse()
         self.values.reverse()
-        self.names = [("", *(n for n, _, _, _ in values)) for values in self.values]
+        self.places = [(-1, *(shift for _, _, shift in values)) for values in self.values]
         self._ends: dict[int, tuple[tuple[Numbers, ...], tuple[Numbers, ...]]] = {}
         self._sets: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
         self._inside: dict[int, Mask] = {}

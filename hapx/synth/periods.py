@@ -7,7 +7,8 @@ repeats none. Invariant: a step with period p is in a run of steps each of which
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,15 @@ class Repetition:
         for level in sorted(self._before, reverse=True):
             same = self._before.get(level + 1) == self._before[level]
             self._ends[level] = self._ends[level + 1] if same else level + 1
+
+    @cached_property
+    def moved(self) -> list[Mapping[int, int] | None]:
+        """Per level, where what is live has its bits one period later, if that is elsewhere; None where the two places are not alike."""
+        return [self._moved(level) for level in range(len(self.steps))]
+
+    def _moved(self, level: int) -> Mapping[int, int] | None:
+        pairs = self.pairs(level + self.period[level], self.period[level]) if self.names(level) is not None else None
+        return {before: now for now, before, _ in pairs if now != before} if pairs is not None else None
 
     def before(self, level: int) -> int:
         """The period of the step that `level` repeats, 0 if it repeats none."""

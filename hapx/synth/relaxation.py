@@ -24,7 +24,7 @@ Invariant: never more than the true cost of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -33,14 +33,15 @@ from hapx.cost.edges import Array
 from hapx.synth.grid import Prices, Weights, padded
 from hapx.synth.moves import Moves
 from hapx.synth.outline import Outline
-from hapx.synth.periods import Names, Repetition
+from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem, Step, StepClass
 from hapx.synth.sheet import Priced, Sheet, Weighted
-from hapx.synth.tables import TensorTable, bits
+from hapx.synth.tables import bits
 
 LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
 DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
-Rows = dict[str, Array]
+GENERAL = -1  # whatever is available
+Rows = dict[int, Array]  # by where a value has its bits before the level, GENERAL: by none of them
 
 
 class Use(NamedTuple):
@@ -70,7 +71,7 @@ class Relaxation:
         self.weights = Weights(problem.terms.kinds)
         self._contexts: dict[tuple[Use, ...], Context] = {}
         # the table before level k is _base[k] + _offsets[k]
-        self._base: list[Rows] = [{} for _ in problem.steps] + [{"": np.zeros((1, len(self.weights)))}]
+        self._base: list[Rows] = [{} for _ in problem.steps] + [{GENERAL: np.zeros((1, len(self.weights)))}]
         self._offsets: list[Array] = [np.zeros(len(self.weights))] * (len(problem.steps) + 1)
         if problem.repetition is None:
             problem.repetition = Repetition(problem.steps)
@@ -82,8 +83,9 @@ class Relaxation:
             problem.sheet = Sheet(problem, moves.grid, self.outline)
         self.priced = self._priced(problem.sheet)
         self._classes: dict[tuple[int, tuple[bool, ...]], Weighted] = {}
-        cutting = [self._weighted(s.kind, first).cuts is not None for s, first in zip(problem.steps, self.outline.first, strict=True)]
-        self._cutting = cutting.index(True) + 1 if any(cutting) else len(cutting) + 1  # from which level on there is such a step before
+        # levels whose step ends phases, and from which level on there is such a step before
+        cutting = problem.sheet.cutting if self.priced.cuts else frozenset()
+        self._cutting = min(cutting, default=len(problem.steps)) + 1
         self._tabulate(cutting)
 
     def rows(self, context: Context, level: int) -> tuple[Rows, Array]:
@@ -120,39 +122,38 @@ class Relaxation:
             more = added.min(axis=0)
             more = np.where(np.isfinite(more), more, 0.0)
             finite = np.where(np.isfinite(added), added, more)
-            even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + self._base[level][""].max())).all())
+            even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + self._base[level][GENERAL].max())).all())
             if level == 0 or (level <= bottom and even) or top - level >= self.deepest:
                 if level >= self._cutting:
                     more = np.full_like(more, more.min())  # see `_tabulate`
                 return Context(level, rows[::-1], self._offsets[top + 1], more if level <= bottom else np.zeros(len(self.weights)), uses)
             level -= 1
 
-    def _tabulate(self, cutting: Sequence[bool]) -> None:
-        """The general tables, from the last step backward. cutting: per step, see there."""
-        steps = self.problem.steps
+    def _tabulate(self, cutting: Set[int]) -> None:
+        """The general tables, from the last step backward. cutting: levels, see there."""
         repetition, first = self.repetition, self.outline.first
         same = False  # whether the tables after this step are those of one period later plus `delta`
         delta = self._offsets[-1]
-        for level in range(len(steps) - 1, -1, -1):
+        for level in range(len(self.problem.steps) - 1, -1, -1):
+            moved = repetition.moved[level]
             later = level + repetition.period[level]
-            names = repetition.names(level)
-            if cutting[level]:  # what is larger by a number per weight may not be so before a cut
+            if level in cutting:  # what is larger by a number per weight may not be so before a cut
                 same = False
-            if names is not None and same and repetition.continues(level) and first[level] == first[later]:
+            if moved is not None and same and first[level] == first[later] and repetition.continues(level):
                 before = self._base[later]
-                self._base[level] = {n: before[names.get(n, "")] for n in self.outline.names[level]}
+                self._base[level] = {at: before[moved.get(at, at)] for at in self.outline.places[level]} if moved else before
                 self._offsets[level] = self._offsets[later] + delta
                 continue
             self._step(level, self._base[level], self._base[level + 1], [], self._offsets[level + 1])
             self._offsets[level] = self._offsets[level + 1]
-            found = self._constant(level, later, names) if names is not None else None
+            found = self._constant(level, later, moved) if moved is not None else None
             same, delta = (True, found) if found is not None else (False, delta)
 
-    def _constant(self, level: int, later: int, names: Names) -> Array | None:
+    def _constant(self, level: int, later: int, moved: Mapping[int, int]) -> Array | None:
         """What is added to the table of `later` to have that of `level`, None if it is not (nearly) one number per weight: the least, so that the
         bound stays one."""
         mine, other = self._base[level], self._base[later]
-        left, right = (np.concatenate(rows) for rows in zip(*((r, other[names.get(n, "")]) for n, r in mine.items()), strict=True))
+        left, right = (np.concatenate(rows) for rows in zip(*((r, other[moved.get(at, at)]) for at, r in mine.items()), strict=True))
         finite = np.isfinite(left)
         if not (finite == np.isfinite(right)).all():
             return None
@@ -165,9 +166,9 @@ class Relaxation:
         """The table before a step from that after it; `offset` is to be added to both."""
         step = self.problem.steps[level]
         weighted, then = self._choices(level, after, uses)
-        rows[""] = np.minimum.reduce(self._total(weighted, then, offset), axis=0, keepdims=True)
-        for name, table, _, _ in self.outline.values[level]:
-            rows[name] = self._value(step, name, table, weighted, then, after, offset)
+        rows[GENERAL] = np.minimum.reduce(self._total(weighted, then, offset), axis=0, keepdims=True)
+        for _, _, shift in self.outline.values[level]:
+            rows[shift] = self._value(step, shift, weighted, then, after, offset)
 
     def _total(self, weighted: Weighted, rest: Array, offset: Array) -> Array:
         """As `Weighted.total`, of bounds to which `offset` is to be added."""
@@ -190,19 +191,19 @@ class Relaxation:
             cost = self.priced.direct(table)[inside].min(axis=0)
             cost[inside] = 0.0
             weighted = Weighted(weighted.base + cost[weighted.needs[use.slot]], weighted.needs, weighted.gives, weighted.cuts)
-        then = after[""]  # the same after every choice
-        for name, result, gives in zip(step.outputs, step.kind.results, weighted.gives, strict=True):
+        then = after[GENERAL]  # the same after every choice
+        for shift, result, gives in zip(step.result_shifts, step.kind.results, weighted.gives, strict=True):
             if result.live:
-                then = np.maximum(then, after[name][gives])
+                then = np.maximum(then, after[shift][gives])
         return weighted, then
 
-    def _value(self, step: Step, name: str, table: TensorTable, weighted: Weighted, then: Array, after: Rows, offset: Array) -> Array:
+    def _value(self, step: Step, shift: int, weighted: Weighted, then: Array, after: Rows, offset: Array) -> Array:
         """(choice, row, weights) -> the least over the choices, which come first as that is fastest."""
-        if name not in step.tensors:
-            return np.minimum.reduce(self._total(weighted, np.maximum(then[:, None], after[name]), offset))  # type: ignore[no-any-return]
-        slot, rest = step.tensors.index(name), then[:, None]
+        if shift not in step.slot_shifts:
+            return np.minimum.reduce(self._total(weighted, np.maximum(then[:, None], after[shift]), offset))  # type: ignore[no-any-return]
+        slot, rest = step.slot_shifts.index(shift), then[:, None]
         if step.kind.slots[slot].live:
-            rest = np.maximum(rest, after[name][self.outline.following(step.kind, slot)])
+            rest = np.maximum(rest, after[shift][self.outline.following(step.kind, slot)])
         return np.minimum.reduce(self.priced.needed(step.kind, slot) + self._total(weighted, rest, offset))  # type: ignore[no-any-return]
 
     def _weighted(self, kind: StepClass, first: tuple[bool, ...]) -> Weighted:

@@ -79,6 +79,8 @@ class Sheet:
         self.freed: Mask = self.layout.cuts_forward | self.layout.cuts_backward
         for entries, _ in self.own.values():
             self.freed[entries] &= self.layout.cuts_forward[entries].any()
+        classes = {key for key, (entries, _) in self.own.items() if self.freed[entries].any()}
+        self.cutting = frozenset(level for level, step in enumerate(problem.steps) if id(step.kind) in classes)  # levels with such a class
         self._paths()
         self._conversions()
         self._first_uses(problem)
