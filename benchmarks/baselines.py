@@ -122,7 +122,7 @@ class Bench:
         reduced = simulate_program(program, self.graph, costs, lengths).total
         time = simulate_program(program, self.graph, costs, lengths, servers).total if servers else reduced
         candidate = Candidate(theory, costs, program, storage, lengths, rows, reduced, reduced)
-        used = memory(candidate, costs.at_lengths(lengths))
+        used = memory(candidate)
         capacity = costs.capacity.tolist()
         fits = all(used[d] <= c for devices, c in zip(costs.view.devices, capacity, strict=True) for d in devices)
         return Timed(candidate, time, max(used), fits, self.graph)

@@ -30,7 +30,6 @@ from benchmarks.planning_cases import case
 from hapx.alternation import Alternation, Counters
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
-from hapx.fitting import within
 from hapx.planner import plan_spmd
 from hapx.progress import Teller
 from hapx.states import Row
@@ -62,14 +61,14 @@ def measure(seed: int) -> Result:
     theory = derive(problem.graph, problem.mesh)
     began = time.process_time()
     planned = plan_spmd(problem.setting, counters, [problem.mesh])
-    own = min(c.cost for c in planned if within(c))
+    own = min(c.cost for c in planned if c.fits)
     between = time.process_time()
     searches = Counters()
     reference = Alternation(problem.setting, theory, searches, Teller(None, searches.search, problem.mesh.name, 1, 1, infinite))
     for ratios in restarts(reference, seed):
         with suppress(InsufficientMemoryError):
             reference._alternate(ratios, infinite)
-    best = min([own, *(c.cost for c in reference.found.values() if within(c))])
+    best = min([own, *(c.cost for c in reference.found.values() if c.fits)])
     seconds = (between - began, time.process_time() - between)
     ended = tuple(sorted(counters.ended.items()))
     return Result(seed, problem.mesh.name, len(reference.kinds), problem.binds, own / best - 1, counters.alternations, ended, seconds)

@@ -70,7 +70,7 @@ def _log(rng: random.Random, low: float, high: float) -> float:
 def _short_of_memory(setting: Setting, mesh: Mesh, rng: random.Random) -> Setting:
     """The setting with devices that cannot hold the fastest plan, but some plan."""
     best = plan_spmd(setting, Counters(), [mesh])[0]
-    peak, types = max(memory(best, best.costs.at_lengths(best.lengths))), setting.cluster.device_types
+    peak, types = max(memory(best)), setting.cluster.device_types
     skew = {name: rng.uniform(0.7, 1.4) for name in types}
     part = rng.uniform(0.3, 0.9)
     while True:

@@ -42,7 +42,7 @@ def largest_dims(setting: Setting, mesh: Mesh) -> tuple[float, int]:
     replay(program, theory, draft.storage)
     used = {cut: lengths[cut] for cut in cuts_of(program, draft.storage)}
     best = Candidate(theory, model, program, draft.storage, used, {}, 0.0, 0.0)
-    return simulate_program(program, setting.graph, model, used).total, max(memory(best, model.at_lengths(used)))
+    return simulate_program(program, setting.graph, model, used).total, max(memory(best))
 
 
 def _cuts(theory: Theory) -> set[object]:

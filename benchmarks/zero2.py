@@ -51,7 +51,7 @@ def zero2(setting: Setting) -> tuple[float, int]:
     time = simulate_program(best.program, setting.graph, costs, best.lengths).total
     states, devices = states_of(setting.optimizer), setting.cluster.num_devices
     spared = sum(r.bytes + 4 * states * r.size for r in setting.graph.of_kind(Kind.PARAMETER)) * (1 - 1 / devices)
-    return time + costs.gather(), max(memory(best, best.costs.at_lengths(best.lengths))) - round(spared)
+    return time + costs.gather(), max(memory(best)) - round(spared)
 
 
 def _reduce_scatter(c: CommunicationCost) -> CommunicationCost:

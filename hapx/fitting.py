@@ -19,7 +19,6 @@ from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
 from hapx.layout import Lengths
-from hapx.lower import Candidate
 from hapx.plan import ProgramKey
 from hapx.synth.writer import Solution
 from hapx.theory.triple import Theory
@@ -71,10 +70,3 @@ class Fitting:
             where=f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}",
             needs={d: highest[k] for k, own in enumerate(self.costs.view.devices) for d in own if highest[k] > self.capacity[k]},
         )
-
-
-def within(candidate: Candidate) -> bool:
-    """Whether the peak of a candidate fits on every kind of devices."""
-    exact = candidate.costs.at_lengths(candidate.lengths)
-    found = peak(candidate.program, candidate.theory.graph, exact, candidate.storage_of)
-    return bool((all_in_flight(found, exact) <= np.asarray(exact.capacity) * (1 + 1e-9)).all())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,20 +44,34 @@ class Candidate:
     def mesh(self) -> Mesh:
         return self.theory.mesh
 
+    @cached_property
+    def exact(self) -> CostModel:
+        """The cost model at the lengths."""
+        return self.costs.at_lengths(self.lengths)
+
+    @cached_property
+    def peak(self) -> Vector:
+        """The most bytes that are allocated, per kind of `exact`."""
+        return _peak(self, self.exact)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits on every kind of devices."""
+        return bool((self.peak <= np.asarray(self.exact.capacity) * (1 + 1e-9)).all())
+
 
 def lower(
     best: Candidate, graph: Graph, key: ProgramKey, cluster: ClusterSpec, rule: Restriction, precision: str, optimizer: str,
     statistics: Mapping[str, Any],
 ) -> Plan:  # fmt: skip
     """The plan of a candidate."""
-    exact = best.costs.at_lengths(best.lengths)
     lengths = used_lengths(best)
     rows = {cut.row for cut in lengths}
     shares = {row: own for row, own in best.shares.items() if row in rows or row.kind == "compute"}
     stage = Stage(best.mesh.devices, {key: (0, len(graph.nodes))}, best.mesh, shares, {key: lengths}, {key: best.program})
     return Plan(
         VERSION, {key: graph}, cluster, rule, storage(graph, best.storage_of), (stage,), {}, best.time,
-        memory(best, exact), work_shares(best, exact), precision, optimizer, {**statistics, "cost": best.cost, "mesh": best.mesh.name},
+        memory(best), work_shares(best), precision, optimizer, {**statistics, "cost": best.cost, "mesh": best.mesh.name},
     )  # fmt: skip
 
 
@@ -91,15 +106,19 @@ def _placements(best: Candidate) -> Iterable[Placement]:
     yield from best.storage_of.values()
 
 
-def memory(best: Candidate, exact: CostModel) -> tuple[int, ...]:
-    """Predicted peak bytes of every device of the cluster, by number."""
-    total = all_in_flight(peak(best.program, best.theory.graph, exact, best.storage_of), exact)
-    return tuple(round(x) for x in _per_device(best.mesh, exact, total))
+def memory(best: Candidate, otherwise: CostModel | None = None) -> tuple[int, ...]:
+    """Predicted peak bytes of every device of the cluster, by number. otherwise: with other numbers of micro-batches than its own."""
+    total = best.peak if otherwise is None else _peak(best, otherwise)
+    return tuple(round(x) for x in _per_device(best.mesh, otherwise or best.exact, total))
 
 
-def work_shares(best: Candidate, exact: CostModel) -> tuple[float, ...]:
+def _peak(best: Candidate, exact: CostModel) -> Vector:
+    return all_in_flight(peak(best.program, best.theory.graph, exact, best.storage_of), exact)
+
+
+def work_shares(best: Candidate) -> tuple[float, ...]:
     """Share of the batch per device; where the program does not split the batch, the share of the divided work."""
-    return _batch_shares(best) or _divided_work(best, exact)
+    return _batch_shares(best) or _divided_work(best, best.exact)
 
 
 def _batch_shares(best: Candidate) -> tuple[float, ...] | None:

@@ -27,7 +27,6 @@ from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import CaptureError, HapError, InsufficientMemoryError, PlanError
-from hapx.fitting import within
 from hapx.graph.borders import candidate_segments, carried, numbered
 from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
@@ -141,7 +140,7 @@ def plan_spmd(
     if more:
         ranked = _ranked([*found, *more], old, timed)
     ranked = _with_segments(setting, ranked, alternations[ranked[0].mesh.name], timed, counters)
-    if not setting.strict and not within(ranked[0]):
+    if not setting.strict and not ranked[0].fits:
         return plan_spmd(replace(setting, strict=True), counters, meshes)
     counters.search.gap = ranked[0].gap
     for outcome in counters.tried[-len(allowed) :]:

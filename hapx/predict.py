@@ -144,7 +144,7 @@ class Staged:
         """Every device's part of the work."""
         shares = [0.0] * self.plan.cluster.num_devices
         for i, best in enumerate(self.candidates):
-            for d, share in zip(sorted(best.mesh.devices), work_shares(best, self.exact(i)), strict=True):
+            for d, share in zip(sorted(best.mesh.devices), work_shares(best), strict=True):
                 shares[d] += share * self.work[i]
         return tuple(shares)
 
@@ -166,5 +166,4 @@ def predictions(plan: Plan, theory: Theory | None = None) -> tuple[float, tuple[
     known = theory or derive(graph, stage.mesh)
     costs = CostModel(known, plan.cluster, plan.precision, plan.optimizer, key.mode)
     candidate = Candidate(known, costs, program, stored_in(plan, 0, key), lengths, stage.shares, 0.0, 0.0)
-    exact = costs.at_lengths(lengths)
-    return simulate_program(program, graph, costs, lengths).total, memory(candidate, exact), work_shares(candidate, exact)
+    return simulate_program(program, graph, costs, lengths).total, memory(candidate), work_shares(candidate)

@@ -49,7 +49,7 @@ def test_zero2_keeps_a_part_of_gradients_and_states(graph: Graph) -> None:
     given = setting(graph, 4)
     parallel = best(given, BASELINES["dp-even"])
     parameters = sum(r.size for r in graph.of_kind(Kind.PARAMETER))
-    expected = max(memory(parallel, parallel.costs.at_lengths(parallel.lengths))) - parameters * 12 * 3 / 4
+    expected = max(memory(parallel)) - parameters * 12 * 3 / 4
     assert zero2(given)[1] == pytest.approx(expected)
 
 

@@ -25,7 +25,17 @@ from hapx.cost.heap import Heap, Record, Storage
 from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
-from hapx.cost.transients import backward_temporaries, forward_temporaries, kept_inside, kept_names, kept_on_cpu, passes_cotangent
+from hapx.cost.transients import (
+    Sizes,
+    backward_temporaries,
+    forward_temporaries,
+    kept_inside,
+    kept_names,
+    kept_on_cpu,
+    passes_cotangent,
+    placements_of,
+    reordered,
+)  # fmt: skip
 from hapx.ir import FLOATING, Graph, Kind, Node, OpCall
 from hapx.plan import Communication, Program, Triple
 from hapx.states import REPLICATED, Invariant, Placement, Property, Replicated
@@ -46,7 +56,7 @@ class Peak:
     moments: tuple[str, ...]
 
 
-Variables = dict[Property, Storage | None]  # None: a parameter, buffer or input, which stays
+Variables = dict[int, Storage | None]  # by the number of a property; None: a parameter, buffer or input, which stays
 
 
 def peak(program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]) -> Peak:
@@ -65,34 +75,57 @@ def while_running(found: Peak, exact: CostModel) -> Vector:
     return found.running + found.left if exact.repeats > 1 else found.running
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """How a conversion begins. axes: those along which a stored parameter enters the synchroniser; rest: the other steps, with the placements before
+    and after each."""
+
+    axes: tuple[int, ...]
+    rest: tuple[tuple[Communication, Placement, Placement], ...]
+
+
 class _Walk:
+    """Properties are numbered: everything is asked for by them, instruction after instruction."""
+
     def __init__(self, program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]):
         self.program, self.graph, self.stored = program, graph, stored
         self.sizes = LocalSizes(program, graph, exact, stored)
         self.training = exact.mode == "train"
         self.triples = [i.triple for i in program.instructions]
-        self.needs = frozenset(program.needs)
-        self.last = {p: k for k, t in enumerate(self.triples) for p in t.pre} | dict.fromkeys(program.gives, len(self.triples))
-        self.ends: list[list[Property]] = [[p for p in dict.fromkeys(t.post) if p not in self.last] for t in self.triples]  # what nobody reads
+        self.numbers: dict[Property, int] = {}
+        number = self._number
+        self.pre = [[number(p) for p in t.pre] for t in self.triples]
+        self.post = [[number(p) for p in t.post] for t in self.triples]
+        self.needs, self.gives = frozenset(map(number, program.needs)), [number(p) for p in program.gives]
+        whole = Placement((REPLICATED,) * len(program.mesh.axes))
+        self.inputs = [number(Property(n, whole)) for n in graph.input_names]
+        self.properties = list(self.numbers)
+        self.refs = [graph.refs[p.tensor] for p in self.properties]
+        self.local = self.sizes.local(self.properties)
+        self.last = {p: k for k, pre in enumerate(self.pre) for p in pre} | dict.fromkeys(self.gives, len(self.triples))
+        self.ends = [[p for p in post if p not in self.last] for post in self.post]  # what nobody reads
         for p, k in self.last.items():
             if k < len(self.triples):
                 self.ends[k].append(p)
         self.static = self.sizes.stored_bytes()
         self.heap = Heap(self.static)
-        self.cotangents: dict[Property | Key, Storage] = {}
+        self.cotangents: dict[int | Key, Storage] = {}
         self.records: dict[int, Record] = {}
         self.tokens: Counter[int] = Counter()  # by storage: how often backward still asks for what it gathers again
         self.regathered: dict[int, Storage] = {}
         self.enters: dict[Key, int] = {}  # a parameter that enters the synchroniser -> its first instruction
+        self.entries: dict[int, _Entry] = {}  # by instruction
         self.regions = self._regions()
         self.taken: dict[int, list[Storage]] = {}
+
+    def _number(self, p: Property) -> int:
+        return self.numbers.setdefault(p, len(self.numbers))
 
     # ---- the iteration -------------------------------------------------------------------------------------------------------
 
     def run(self) -> Peak:
         variables: Variables = dict.fromkeys(self.needs)
-        whole = Placement((REPLICATED,) * len(self.program.mesh.axes))
-        variables |= {Property(n, whole): None for n in self.graph.input_names}
+        variables |= dict.fromkeys(self.inputs)
         k = 0
         while k < len(self.triples):
             stop = self.regions.get(k)
@@ -100,15 +133,26 @@ class _Walk:
                 self.taken[k] = self._take(variables, k, stop)
             self._forward(variables, k, stop or k + 1, keeps=self.training and stop is None)
             k = stop or k + 1
-        kept = self.heap.alive - self.static + self.sizes.received()
-        running = self._train(variables) if self.training else self.heap.highest
-        return Peak(self.static, self.heap.highest, running, self.heap.alive - self.static, kept, tuple(self.heap.moments))
+        forward = self.heap.changes
+        if self.training:
+            self._train()
+        before = len(self.heap.moments)
+        if self.training:
+            self.heap.note("the optimizer's update", self.sizes.update())
+        levels = self.heap.levels()
+        (total, worst), (running, _) = levels.highest(), levels.highest(before)
+        kept = levels.after[forward] - self.static + self.sizes.received()
+        return Peak(self.static, total, running, levels.after[-1] - self.static, kept, tuple(map(self._moment, worst.tolist())))
 
-    def _train(self, variables: Variables) -> Vector:
-        """Backward and the update; returns the peak before the update."""
-        for root in self.program.gives:
-            if root.tensor in self.graph.roots and root not in self.cotangents:
-                self.cotangents[root] = self.heap.new(self.sizes.local(root))
+    def _moment(self, worst: int) -> str:
+        """What a moment is called; -1: what is there all the time."""
+        words = self.heap.moments[worst] if worst >= 0 else "at rest"
+        return words if isinstance(words, str) else words()
+
+    def _train(self) -> None:
+        """Backward."""
+        roots = [p for p in self.gives if self.properties[p].tensor in self.graph.roots]
+        self.cotangents.update((root, self.heap.new(self.local[root])) for root in dict.fromkeys(roots))
         uses = [Use(key, self.stored[key[0]], self.graph.refs[key[0]]) for key in self.enters]
         self.buckets = Buckets(uses, self.sizes.part)
         starts = {stop: start for start, stop in self.regions.items()}
@@ -116,54 +160,66 @@ class _Walk:
         while k:
             start = starts.get(k)
             if start is not None:
-                self._region_again(variables, start, k)
+                self._region_again(start, k)
             else:
                 self._backward(k - 1)
             k = start if start is not None else k - 1
-        running: Vector = self.heap.highest.copy()
-        self.heap.note("the optimizer's update", self.sizes.update())
-        return running
 
     # ---- forward -------------------------------------------------------------------------------------------------------------
 
     def _forward(self, variables: Variables, start: int, stop: int, keeps: bool) -> None:
         """Instructions [start, stop); keeps: autograd records them."""
+        heap, needs = self.heap, self.needs
         for k in range(start, stop):
             triple = self.triples[k]
-            if all(p in variables for p in triple.post):
+            if not [p for p in self.post[k] if p not in variables]:
                 continue
             if isinstance(triple.body, OpCall):
                 self._call(variables, k, triple, triple.body, keeps)
             else:
-                self._convert(variables, k, triple, triple.body)
+                self._convert(variables, k, triple.body)
             for p in self.ends[k]:
                 if p in variables:
-                    self.heap.release(variables[p])
-                    if p not in self.needs:
+                    heap.release(variables[p])
+                    if p not in needs:
                         variables[p] = None
 
     def _call(self, variables: Variables, k: int, triple: Triple, body: OpCall, keeps: bool) -> None:
         assert triple.node is not None
-        node = self.graph.nodes[triple.node]
-        placements = {p.tensor: p.placement for p in (*triple.pre, *triple.post)}
-        name = f"{node.call.op} {node.outputs[0].name}"
-        if is_view(self.graph, node):
-            base = variables[triple.pre[0]]
-            variables.update((p, self._hold(base)) for p in triple.post)
+        graph, node = self.graph, self.graph.nodes[triple.node]
+        if is_view(graph, node):
+            base = variables[self.pre[k][0]]
+            for p in self.post[k]:
+                variables[p] = self._hold(base)
         else:
-            variables.update((p, self.heap.new(self.sizes.local(p))) for p in triple.post)
-        record = Record()
-        if keeps and differentiable(self.graph, node):
-            own = {p.tensor: variables[p] for p in (*triple.post, *triple.pre)}
-            for kept in dict.fromkeys(kept_names(self.graph, node, body)):
+            for p in self.post[k]:
+                variables[p] = self.heap.new(self.local[p])
+        if keeps and differentiable(graph, node):
+            self.records[k] = self._recorded(variables, k, triple, body)
+        extra = self._temporaries(forward_temporaries(graph, node, body), node, triple)
+        self.heap.note(lambda: f"forward of {node.call.op} {node.outputs[0].name}", extra)
+
+    def _recorded(self, variables: Variables, k: int, triple: Triple, body: OpCall) -> Record:
+        """What autograd keeps of a call."""
+        assert triple.node is not None
+        graph, node, record = self.graph, self.graph.nodes[triple.node], Record()
+        names = kept_names(graph, node, body)
+        if names:
+            own = {self.properties[p].tensor: variables[p] for p in (*self.post[k], *self.pre[k])}
+            for kept in dict.fromkeys(names):
                 self._keep(record, own.get(kept))
-            inside, on_cpu = kept_inside(self.graph, node, body), kept_on_cpu(self.graph, node, placements)
-            if inside or on_cpu:
-                size = self.sizes.sum(inside, placements) + self.sizes.cpu * self.sizes.sum(on_cpu, placements)
-                if size.any():
-                    record.kept.append(self.heap.new(size))
-            self.records[k] = record
-        self.heap.note(f"forward of {name}", self.sizes.temporaries(forward_temporaries(self.graph, node, body), node, placements))
+        inside, on_cpu = kept_inside(graph, node, body), kept_on_cpu(graph, node, triple)
+        if inside or on_cpu:
+            placements = placements_of(triple)
+            size = self.sizes.sum(inside, placements) + self.sizes.cpu * self.sizes.sum(on_cpu, placements)
+            if size.any():
+                record.kept.append(self.heap.new(size))
+        return record
+
+    def _temporaries(self, sizes: Sizes, node: Node, triple: Triple) -> Vector | None:
+        """What a call needs only while it runs."""
+        copied = reordered(self.graph, node)
+        return self.sizes.temporaries(sizes, copied, placements_of(triple)) if sizes or copied else None
 
     def _keep(self, record: Record, storage: Storage | None) -> None:
         if storage is None:
@@ -180,35 +236,41 @@ class _Walk:
             storage.holders += 1
         return storage
 
-    def _convert(self, variables: Variables, k: int, triple: Triple, path: tuple[Communication, ...]) -> None:
-        (source,), (target,) = triple.pre, triple.post
-        ref = self.graph.refs[source.tensor]
-        axes, rest, at = self._entry(source, path)
-        if axes and self.training:
-            self.enters.setdefault((source.tensor, axes), k)
+    def _convert(self, variables: Variables, k: int, path: tuple[Communication, ...]) -> None:
+        (source,), (target,) = self.pre[k], self.post[k]
+        ref = self.refs[source]
+        entry = self._entry(k, source, path)
+        if entry.axes and self.training:
+            self.enters.setdefault((ref.name, entry.axes), k)
         current = self._hold(variables[source])
-        for step in rest:
-            after = at.with_state(step.axis, step.target)
+        for step, before, after in entry.rest:
             forward, _ = TRANSPOSES[type(step.source), type(step.target)]
             if forward != "none":
                 made = self.heap.new(self.sizes.part(after, float(ref.bytes)))
-                made.buffers = self.sizes.buffers(forward, ref, step, at, after)
+                made.buffers = self.sizes.buffers(forward, ref, step, before, after)
                 made.freed = self.training and step.free and step.gradient and forward == "all_gather"
                 self.heap.note(f"{forward} of {ref.name}", made.buffers)
                 self.heap.release(current)
                 current = made
-            at = after
         variables[target] = current
 
-    def _entry(self, source: Property, path: tuple[Communication, ...]) -> tuple[tuple[int, ...], tuple[Communication, ...], Placement]:
-        """Axes along which a stored parameter enters the synchroniser, the rest of its path, and where that begins (see `hapx.runtime.build`)."""
+    def _entry(self, k: int, source: int, path: tuple[Communication, ...]) -> _Entry:
+        """How a conversion begins (see `hapx.runtime.build`)."""
+        if k in self.entries:
+            return self.entries[k]
         axes: tuple[int, ...] = ()
-        if source in self.needs and self.graph.refs[source.tensor].kind is Kind.PARAMETER:
+        if source in self.needs and self.refs[source].kind is Kind.PARAMETER:
             axes = tuple(sorted(c.axis for c in path if c.gradient and isinstance(c.source, Invariant) and isinstance(c.target, Replicated)))
-        at = source.placement
+        at, rest = self.properties[source].placement, []
         for axis in axes:
             at = at.with_state(axis, REPLICATED)
-        return axes, tuple(c for c in path if c.axis not in axes) if axes else path, at
+        for step in path:
+            if step.axis not in axes:
+                after = at.with_state(step.axis, step.target)
+                rest.append((step, at, after))
+                at = after
+        found = self.entries[k] = _Entry(axes, tuple(rest))
+        return found
 
     # ---- backward ------------------------------------------------------------------------------------------------------------
 
@@ -217,21 +279,19 @@ class _Walk:
         if isinstance(triple.body, OpCall):
             self._call_back(k, triple, triple.body)
         else:
-            self._convert_back(k, triple, triple.body)
+            self._convert_back(k, triple.body)
 
     def _call_back(self, k: int, triple: Triple, body: OpCall) -> None:
         record = self.records.pop(k, None)
         assert triple.node is not None
-        node = self.graph.nodes[triple.node]
-        arrived = [c for p in triple.post if (c := self.cotangents.pop(p, None)) is not None]
+        graph, node = self.graph, self.graph.nodes[triple.node]
+        arrived = [c for p in self.post[k] if (c := self.cotangents.pop(p, None)) is not None]
+        made: list[tuple[int, Storage]] = []
         if record is not None and arrived:
-            placements = {p.tensor: p.placement for p in (*triple.pre, *triple.post)}
             self._gather_again(record, node)
-            made = [(p, self._cotangent(node, i, p, arrived)) for i, p in enumerate(triple.pre) if self.graph.refs[p.tensor].requires_grad]
-            extra = self.sizes.temporaries(backward_temporaries(self.graph, node, body), node, placements)
-            self.heap.note(f"backward of {node.call.op} {node.outputs[0].name}", extra)
-        else:
-            made = []
+            made = [(p, self._cotangent(node, i, p, arrived)) for i, p in enumerate(self.pre[k]) if self.refs[p].requires_grad]
+            extra = self._temporaries(backward_temporaries(graph, node, body), node, triple)
+            self.heap.note(lambda: f"backward of {node.call.op} {node.outputs[0].name}", extra)
         if record is not None:
             self._forget(record)
         for c in arrived:
@@ -239,11 +299,11 @@ class _Walk:
         for p, cotangent in made:
             self._accumulate(p, cotangent)
 
-    def _cotangent(self, node: Node, position: int, p: Property, arrived: list[Storage]) -> Storage:
+    def _cotangent(self, node: Node, position: int, p: int, arrived: list[Storage]) -> Storage:
         if passes_cotangent(self.graph, node, position):
             arrived[0].holders += 1
             return arrived[0]
-        return self.heap.new(self.sizes.local(p))
+        return self.heap.new(self.local[p])
 
     def _gather_again(self, record: Record, node: Node) -> None:
         for storage in record.again:
@@ -259,30 +319,27 @@ class _Walk:
             if not self.tokens[id(storage)] and id(storage) in self.regathered:
                 self.heap.release(self.regathered.pop(id(storage)))
 
-    def _accumulate(self, p: Property, cotangent: Storage, at: Key | None = None) -> None:
+    def _accumulate(self, p: int, cotangent: Storage, at: Key | None = None) -> None:
         """Autograd adds in place where it alone holds the first part. at: where a parameter enters the synchroniser, if it does."""
-        old = self.cotangents.get(at or p)
+        key = p if at is None else at
+        old = self.cotangents.get(key)
         if old is None:
-            self.cotangents[at or p] = cotangent
+            self.cotangents[key] = cotangent
             return
         if old.holders > 1:
-            self.cotangents[at or p] = self.heap.new(self.sizes.local(p))
-            self.heap.note(f"summing cotangents of {p.tensor}")
+            self.cotangents[key] = self.heap.new(self.local[p])
+            self.heap.note(f"summing cotangents of {self.refs[p].name}")
             self.heap.release(old)
         self.heap.release(cotangent)
 
-    def _convert_back(self, k: int, triple: Triple, path: tuple[Communication, ...]) -> None:
-        (source,), (target,) = triple.pre, triple.post
-        ref = self.graph.refs[source.tensor]
-        axes, rest, at = self._entry(source, path)
+    def _convert_back(self, k: int, path: tuple[Communication, ...]) -> None:
+        (source,), (target,) = self.pre[k], self.post[k]
+        ref, entry = self.refs[source], self._entry(k, source, path)
         current = self.cotangents.pop(target, None)
         if not ref.requires_grad or ref.dtype not in FLOATING or any(not c.gradient for c in path):
             self.heap.release(current)
             return
-        places = [at]
-        for step in rest:
-            places.append(places[-1].with_state(step.axis, step.target))
-        for step, before, after in reversed(list(zip(rest, places, places[1:], strict=False))):
+        for step, before, after in reversed(entry.rest):
             _, backward = TRANSPOSES[type(step.source), type(step.target)]
             if backward == "none" or current is None:
                 continue
@@ -290,17 +347,17 @@ class _Walk:
             self.heap.note(f"{backward} of the cotangent of {ref.name}", self.sizes.buffers(backward, ref, step, after, before))
             self.heap.release(current)
             current = made
-        self._arrive(k, source, axes, current)
+        self._arrive(k, source, entry.axes, current)
 
-    def _arrive(self, k: int, source: Property, axes: tuple[int, ...], current: Storage | None) -> None:
+    def _arrive(self, k: int, source: int, axes: tuple[int, ...], current: Storage | None) -> None:
         """A cotangent at the beginning of a conversion: it goes on to its source, or, of a parameter that enters the synchroniser, into a bucket
         once all parts of it are there."""
-        key = (source.tensor, axes) if axes else None
+        key = (self.refs[source].name, axes) if axes else None
         if current is not None:
             self._accumulate(source, current, key)
         if key is not None and self.enters[key] == k and (whole := self.cotangents.pop(key, None)) is not None:
-            self.heap.alive = self.heap.alive + self.buckets.fill(key)
-            self.heap.note(f"gradient of {source.tensor} into its bucket")
+            self.heap.add(self.buckets.fill(key))
+            self.heap.note(f"gradient of {key[0]} into its bucket")
             self.heap.release(whole)
 
     # ---- regions that are computed again -------------------------------------------------------------------------------------
@@ -314,17 +371,17 @@ class _Walk:
 
     def _take(self, variables: Variables, start: int, stop: int) -> list[Storage]:
         """What a region reads from outside: it is kept until the region's backward."""
-        made = {p for t in self.triples[start:stop] for p in t.post}
-        read = dict.fromkeys(p for t in self.triples[start:stop] for p in t.pre if p not in made)
+        made = {p for post in self.post[start:stop] for p in post}
+        read = dict.fromkeys(p for pre in self.pre[start:stop] for p in pre if p not in made)
         found = [s for p in read if (s := variables[p]) is not None]
         for storage in found:
             storage.holders += 1
         return found
 
-    def _region_again(self, variables: Variables, start: int, stop: int) -> None:
+    def _region_again(self, start: int, stop: int) -> None:
         """Its forward once more, now recorded, then its backward. Its results and their cotangents stay until its end."""
-        made = {p: None for t in self.triples[start:stop] for p in t.post}
-        inside: Variables = {p: None for p in variables if p not in made}
+        made = dict.fromkeys(p for post in self.post[start:stop] for p in post)
+        inside: Variables = dict.fromkeys(p for p in range(len(self.properties)) if p not in made)
         arrived = [self.cotangents[p] for p in made if p in self.cotangents]
         for cotangent in arrived:
             cotangent.holders += 1

@@ -6,7 +6,7 @@ those of `hapx.layout`, of the largest device of a kind where even axes leave a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -17,15 +17,15 @@ from hapx.cost.terms import Vector
 from hapx.cost.transients import (
     UPDATE_TEMPORARIES,
     VECTOR,
+    Copied,
     Shards,
     Sizes,
     exchange_buffers,
     gather_buffers,
-    reordered,
     rows_of,
     scatter_buffers,
 )  # fmt: skip
-from hapx.ir import Graph, Kind, Node, TensorRef
+from hapx.ir import Graph, Kind, TensorRef
 from hapx.layout import axis_lengths, local_shape
 from hapx.plan import Communication, Program
 from hapx.states import Placement, Property, Sharded, is_recut
@@ -38,23 +38,25 @@ class LocalSizes:
         self.program, self.graph, self.exact, self.stored = program, graph, exact, stored
         self.lengths = exact.view.lengths or {}
         self._fractions: dict[Placement, Vector] = {}
-        self._local: dict[Property, Vector] = {}
         self.none: Vector = np.zeros(len(exact.kinds))
         self.cpu = np.array(exact.view.worst(lambda d: exact.cluster.type_of(d).is_cpu, min)) > 0
 
     def part(self, placement: Placement, size: float) -> Vector:
         """Bytes per kind of a tensor of `size` bytes."""
+        return self._fraction(placement) * size
+
+    def _fraction(self, placement: Placement) -> Vector:
         fraction = self._fractions.get(placement)
         if fraction is None:
             fraction = self._fractions[placement] = np.array(self.exact.view.fraction(placement, True).const)
-        return fraction * size
+        return fraction
 
-    def local(self, p: Property) -> Vector:
-        """Bytes per kind of a tensor in a placement."""
-        known = self._local.get(p)
-        if known is None:
-            known = self._local[p] = self.part(p.placement, float(self.graph.refs[p.tensor].bytes))
-        return known
+    def local(self, properties: Sequence[Property]) -> list[Vector]:
+        """Bytes per kind of tensors in placements."""
+        if not properties:
+            return []
+        whole = np.array([float(self.graph.refs[p.tensor].bytes) for p in properties])
+        return list(np.array([self._fraction(p.placement) for p in properties]) * whole[:, None])
 
     def stored_bytes(self) -> Vector:
         """What is there all the time: parameters, optimizer state, buffers, the batch (of a stage, what it receives of one micro-batch)."""
@@ -91,10 +93,10 @@ class LocalSizes:
             total = total + self.part(placements[name], size)
         return total
 
-    def temporaries(self, sizes: Sizes, node: Node, placements: Mapping[str, Placement]) -> Vector:
-        """`sizes`, and what the node's kernel copies into a layout of its own."""
-        total = self.sum(sizes, placements) if sizes else self.none
-        for name, channels in reordered(self.graph, node):
+    def temporaries(self, sizes: Sizes, copied: Copied, placements: Mapping[str, Placement]) -> Vector:
+        """`sizes`, and what a kernel copies into a layout of its own."""
+        total = self.sum(sizes, placements)
+        for name, channels in copied:
             total = total + self._in_vectors(self.graph.refs[name], placements[name], channels)
         return total
 

@@ -19,10 +19,11 @@ from hapx.cost.compute import hidden as hidden_of_node
 from hapx.cost.memory import saved as saved_by_node
 from hapx.cost.terms import Vector
 from hapx.ir import CONVOLUTIONS, Graph, Node, OpCall
-from hapx.plan import Axes, Form
+from hapx.plan import Axes, Form, Triple
 from hapx.states import Placement, Sharded
 
 Sizes = tuple[tuple[str, float], ...]  # (tensor whose placement they have, bytes)
+Copied = tuple[tuple[str, tuple[int, ...]], ...]  # (tensor, its dims that are channels)
 
 # per optimizer: temporaries of an update in numbers per parameter element, (one parameter after the other, all at once as multi-tensor kernels do)
 UPDATE_TEMPORARIES: Mapping[str, tuple[float, float]] = MappingProxyType(
@@ -75,14 +76,19 @@ def kept_inside(graph: Graph, node: Node, body: OpCall) -> Sizes:
     return hidden_of_node(graph, node)
 
 
-def kept_on_cpu(graph: Graph, node: Node, placements: Mapping[str, Placement]) -> Sizes:
+def placements_of(triple: Triple) -> dict[str, Placement]:
+    """Where a call has its operands and results."""
+    return {p.tensor: p.placement for p in (*triple.pre, *triple.post)}
+
+
+def kept_on_cpu(graph: Graph, node: Node, triple: Triple) -> Sizes:
     """What the call keeps in addition where it has no fused kernel: a weighted RMS norm also keeps what it multiplies by the weight; attention whose
     values have another width than its keys, because that is cut, keeps its weights."""
     out = node.outputs[0]
     if node.call.op == ATTENTION:
         query, key, value = (tensor(graph, node.call, name) for name in ("query", "key", "value"))
         assert query is not None and key is not None and value is not None
-        cut = any(isinstance(s, Sharded) and s.dim == len(value.shape) - 1 for s in placements[value.name].states)
+        cut = any(isinstance(s, Sharded) and s.dim == len(value.shape) - 1 for s in placements_of(triple)[value.name].states)
         return ((query.name, float(query.bytes) / query.shape[-1] * key.shape[-2]),) if cut else ()
     return ((out.name, float(out.bytes)),) if node.call.op == "aten.rms_norm" and node.call.get("weight") is not None else ()
 
@@ -124,7 +130,7 @@ def backward_temporaries(graph: Graph, node: Node, body: OpCall) -> Sizes:
     return ()
 
 
-def reordered(graph: Graph, node: Node) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def reordered(graph: Graph, node: Node) -> Copied:
     """Tensors that the kernel of a convolution copies into a layout of its own, forward and backward, with the dims that are channels there: on CPUs
     these are rounded up to whole vectors. Images of few channels are read as they are."""
     if node.call.op not in CONVOLUTIONS:

@@ -10,7 +10,7 @@ extents (size / outer) of its members.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -49,17 +49,20 @@ def find_grains(graph: Graph) -> Grains:
     """Sites, classes and units of a graph."""
     sites: dict[str, frozenset[Site]] = {name: frozenset(Site(d) for d, size in enumerate(ref.shape) if size > 1) for name, ref in graph.refs.items()}
     rules = _fixpoint(graph, sites)
-    parent: dict[tuple[str, Site], tuple[str, Site]] = {(t, s): (t, s) for t, found in sites.items() for s in found}
-    limits: dict[tuple[str, Site], int] = {}
+    members = [(tensor, site) for tensor, found in sites.items() for site in found]
+    numbers: dict[str, dict[Site, int]] = {}
+    for k, (tensor, site) in enumerate(members):
+        numbers.setdefault(tensor, {})[site] = k
+    joined = _Joined(len(members))
     for node, node_rules in zip(graph.nodes, rules, strict=True):
-        tensors = (*operands(graph, node), *node.outputs)
+        of = [numbers.get(r.name, {}) for r in (*operands(graph, node), *node.outputs)]
         for rule in node_rules:
-            members = [(r.name, s) for r, s in zip(tensors, (*rule.operands, *rule.outputs), strict=True) if isinstance(s, Site)]
-            for member in members[1:]:
-                _union(parent, members[0], member)
-            if members and rule.limit:
-                limits[members[0]] = gcd(limits.get(members[0], 0), rule.limit)
-    return _collect(graph, rules, parent, limits)
+            own = [numbered[s] for numbered, s in zip(of, (*rule.operands, *rule.outputs), strict=True) if isinstance(s, Site)]
+            for member in own[1:]:
+                joined.join(own[0], member)
+            if own and rule.limit:
+                joined.limits[own[0]] = gcd(joined.limits.get(own[0], 0), rule.limit)
+    return _collect(graph, rules, members, joined)
 
 
 def _fixpoint(graph: Graph, sites: dict[str, frozenset[Site]]) -> tuple[tuple[Rule, ...], ...]:
@@ -112,36 +115,35 @@ def _anonymous(value: object) -> object:
     return type(value), value  # 1, 1.0 and True are equal, but not alike
 
 
-def _find(parent: dict[tuple[str, Site], tuple[str, Site]], x: tuple[str, Site]) -> tuple[str, Site]:
-    while parent[x] != x:
-        parent[x] = parent[parent[x]]
-        x = parent[x]
-    return x
+class _Joined:
+    """Disjoint sets of members by number. `limits`: by member, what the units of its class must divide."""
+
+    def __init__(self, count: int):
+        self._parent = list(range(count))
+        self.limits: dict[int, int] = {}
+
+    def root(self, x: int) -> int:
+        parent = self._parent
+        while (up := parent[x]) != x:
+            parent[x] = parent[up]
+            x = up
+        return x
+
+    def join(self, a: int, b: int) -> None:
+        self._parent[self.root(a)] = self.root(b)
 
 
-def _union(parent: dict[tuple[str, Site], tuple[str, Site]], a: tuple[str, Site], b: tuple[str, Site]) -> None:
-    parent[_find(parent, a)] = _find(parent, b)
-
-
-def _collect(
-    graph: Graph,
-    rules: tuple[tuple[Rule, ...], ...],
-    parent: dict[tuple[str, Site], tuple[str, Site]],
-    limits: Mapping[tuple[str, Site], int],
-) -> Grains:
-    number: dict[tuple[str, Site], int] = {}
-    classes: dict[tuple[str, Site], int] = {}
-    unit_of: dict[int, int] = {}
-    for member in parent:
-        root = _find(parent, member)
-        classes[member] = number.setdefault(root, len(number))
-        tensor, site = member
-        extent = graph.refs[tensor].shape[site.dim] // site.outer
-        unit_of[classes[member]] = gcd(unit_of.get(classes[member], 0), extent)
-    for member, limit in limits.items():
-        unit_of[classes[member]] = gcd(unit_of[classes[member]], limit)
+def _collect(graph: Graph, rules: tuple[tuple[Rule, ...], ...], members: Sequence[tuple[str, Site]], joined: _Joined) -> Grains:
+    number: dict[int, int] = {}
+    of = [number.setdefault(joined.root(k), len(number)) for k in range(len(members))]  # the class of every member
+    units = [0] * len(number)
+    for (tensor, site), k in zip(members, of, strict=True):
+        units[k] = gcd(units[k], graph.refs[tensor].shape[site.dim] // site.outer)
+    for member, limit in joined.limits.items():
+        units[of[member]] = gcd(units[of[member]], limit)
+    classes = dict(zip(members, of, strict=True))
     batch = frozenset(classes[r.name, Site(0)] for r in graph.of_kind(Kind.INPUT) if r.shape and r.shape[0] == graph.batch > 1)
     # what another stage sends: rows are samples, or samples times positions
     rows = (r for r in graph.of_kind(Kind.RECEIVED) if r.shape and r.shape[0] > 1 and r.shape[0] % graph.batch == 0 and graph.batch > 1)
     batch |= frozenset(classes[r.name, Site(0)] for r in rows)
-    return Grains(rules, {m: unit_of[c] for m, c in classes.items()}, classes, batch)
+    return Grains(rules, {m: units[k] for m, k in zip(members, of, strict=True)}, classes, batch)

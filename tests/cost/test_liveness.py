@@ -105,9 +105,15 @@ def test_a_heap_frees_a_storage_with_its_last_holder():
     heap.release(a)
     heap.note("second", np.array([0.0, 7.0]))
     heap.release(a)
-    assert heap.alive.tolist() == [10.0, 0.0]
-    assert heap.highest.tolist() == [15.0, 8.0]
-    assert heap.moments == ["first", "second"]
+    levels = heap.levels()
+    assert levels.after.tolist() == [[10.0, 0.0], [15.0, 1.0], [10.0, 0.0]]
+    assert levels.noted.tolist() == [[15.0, 1.0], [15.0, 8.0]]
+    highest, worst = levels.highest()
+    assert (highest.tolist(), worst.tolist()) == ([15.0, 8.0], [0, 1])
+    highest, worst = levels.highest(1)
+    assert (highest.tolist(), worst.tolist()) == ([15.0, 1.0], [0, 0])
+    highest, worst = levels.highest(0)
+    assert (highest.tolist(), worst.tolist()) == ([10.0, 0.0], [-1, -1])
 
 
 def test_a_bucket_comes_with_its_first_gradient():
