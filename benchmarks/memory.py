@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -71,8 +72,51 @@ def _vit() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return example_module("vit").ViT(size=32, patch=4, width=256, heads=8, layers=4, classes=10), _images(32)
 
 
+class Translation(nn.Module):
+    """torch's own encoder and decoder layers."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.layers = nn.Transformer(width, 8, 2, 2, 4 * width, dropout=0.0, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        made = self.layers(self.tokens(source), self.tokens(target[:, :-1]))
+        return F.cross_entropy(self.head(made).flatten(0, 1), target[:, 1:].flatten())
+
+
+class UNet(nn.Module):
+    """Two scales, with strides down and a transposed convolution up."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        c = channels
+        self.first, self.down, self.inner = nn.Conv2d(3, c, 3, padding=1), nn.Conv2d(c, 2 * c, 3, 2, 1), nn.Conv2d(2 * c, 2 * c, 3, padding=1)
+        self.up, self.last = nn.ConvTranspose2d(2 * c, c, 2, 2), nn.Conv2d(2 * c, 3, 1)
+
+    def forward(self, images: Tensor, wanted: Tensor) -> Tensor:
+        wide = F.leaky_relu(self.first(images))
+        deep = self.up(F.leaky_relu(self.inner(F.leaky_relu(self.down(wide)))))
+        return F.mse_loss(self.last(torch.cat([wide, deep], 1)), wanted)
+
+
+class Tagger(nn.Module):
+    """Two layers of LSTMs in both directions."""
+
+    def __init__(self, vocabulary: int, width: int, tags: int) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(vocabulary, width), nn.Linear(2 * width, tags)
+        self.lstm = nn.LSTM(width, width, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, tokens: Tensor, tags: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.lstm(self.tokens(tokens))[0]).flatten(0, 1), tags.flatten())
+
+
 MODELS: Mapping[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor]]]] = {
     "MLP": _mlp, "GPT": _gpt, "VGG": _vgg, "BERT-MoE": _moe, "ViT": _vit,
+    "Transformer": lambda: (Translation(2048, 256), _tokens(32, 48, 2048)),
+    "U-Net": lambda: (UNet(24), (torch.randn(128, 3, 32, 32), torch.randn(128, 3, 32, 32))),
+    "LSTM": lambda: (Tagger(1024, 96, 32), (torch.randint(0, 1024, (96, 24)), torch.randint(0, 32, (96, 24)))),
 }  # fmt: skip
 
 

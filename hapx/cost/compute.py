@@ -15,6 +15,7 @@ from math import prod
 from hapx.cost.contractions import CONTRACTIONS, STATES_KEPT
 from hapx.cost.once import once_per_node
 from hapx.cost.saves import KEPT_INSIDE
+from hapx.cost.strides import ATTENTION, is_viewed
 from hapx.ir import CONVOLUTIONS, DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
 
 # outputs share the storage of their operand (reshape: see `is_view`)
@@ -27,7 +28,6 @@ VIEWS = frozenset(
     }
 )  # fmt: skip
 COPIED_IF_STRIDED = frozenset({"aten.reshape", "aten.flatten", "aten.view_as"})
-STRIDING = frozenset({"aten.transpose", "aten.permute", "aten.t", "aten.expand", "aten.movedim", "aten.swapaxes"})
 CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as"})
 
 # the two factors of a product, by argument name
@@ -37,7 +37,6 @@ FACTORS = {
     "aten.inner": ("self", "other"),
     **dict.fromkeys(CONVOLUTIONS, ("input", "weight")),
 }  # fmt: skip
-ATTENTION = "aten.scaled_dot_product_attention"
 # operators that draw a mask, and over how many of the first dims (None: all)
 MASKED = {"aten.dropout": None, "aten.alpha_dropout": None, "aten.feature_dropout": 2, "aten.feature_alpha_dropout": 2}
 SPARSE_TABLE = "aten.embedding"
@@ -90,20 +89,29 @@ def is_view(graph: Graph, node: Node) -> bool:
     if call.op in CASTS:
         return bool(refs) and graph.refs[refs[0]].dtype == node.outputs[0].dtype
     if call.op in COPIED_IF_STRIDED:
-        producer = graph.producer.get(refs[0])
-        return producer is None or graph.nodes[producer].call.op not in STRIDING or _as_attention_lays_out(graph, graph.nodes[producer])
+        return is_viewed(graph, graph.refs[refs[0]], node.outputs[0].shape)
     return call.op in VIEWS
 
 
-def _as_attention_lays_out(graph: Graph, transpose: Node) -> bool:
-    """Whether heads are put back behind positions: fused attention writes its result so that this, flattened, is no copy."""
-    producer = graph.producer.get(transpose.call.refs()[0])
-    if producer is None or transpose.call.op not in ("aten.transpose", "aten.swapaxes"):
-        return False
-    made = graph.nodes[producer]
-    rank = len(made.outputs[0].shape)
-    dims = {value % rank for name, value in transpose.call.args if name != "self" and isinstance(value, int)}
-    return made.call.op == ATTENTION and not made.call.get("dropout_p") and dims == {rank - 3, rank - 2}
+@once_per_node
+def copied_operands(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
+    """Operands that a product copies first, because their leading dims cannot be seen as one, with the bytes of the copies, which it keeps."""
+    call = node.call
+    if call.op not in ("aten.linear", "aten.matmul"):
+        return ()
+    left, right = (tensor(graph, call, name) for name in FACTORS[call.op])
+    assert left is not None and right is not None
+    if len(left.shape) > 2 >= len(right.shape):
+        rows = left.size // left.shape[-1] if left.size else 0
+        return () if is_viewed(graph, left, (rows, left.shape[-1])) else ((left.name, float(left.bytes)),)
+    if min(len(left.shape), len(right.shape)) < 2 or max(len(left.shape), len(right.shape)) < 3:
+        return ()
+    batch, found = node.outputs[0].shape[:-2], []
+    for ref in (left, right):
+        matrix = ref.shape[-2:]
+        if ref.size and not is_viewed(graph, ref, (prod(batch), *matrix), spread=(*batch, *matrix)):
+            found.append((ref.name, float(prod(batch) * prod(matrix)) * ref.bytes / ref.size))
+    return tuple(found)
 
 
 @once_per_node
@@ -127,6 +135,7 @@ def _work(graph: Graph, node: Node) -> Work:
     moved = [(t.name, float(t.bytes)) for t in (*operands, *node.outputs)]
     moved += [(name, size) for name, size in hidden(graph, node)]
     moved += [(name, 2.0 * graph.refs[name].size * DTYPE_BYTES[dtype]) for name, dtype in node.casts]
+    moved += [(name, 2.0 * size) for name, size in copied_operands(graph, node)]
     back = tuple((name, 2 * size) for name, size in moved) if gradient else ()
     if node.call.op in MORE_PASSES:
         first, (ahead, behind) = operands[0], MORE_PASSES[node.call.op]
@@ -190,6 +199,13 @@ def _contraction(graph: Graph, node: Node) -> tuple[float, float, float, int]:
     return flops, flops * min(wanted, 2), 0.0, max(wanted, 1)
 
 
+def needed_factors(graph: Graph, node: Node) -> tuple[str, ...]:
+    """The factors of a product that its backward needs: each for the gradient of the other one."""
+    left, right = (tensor(graph, node.call, name) for name in FACTORS[node.call.op])
+    assert left is not None and right is not None
+    return tuple(a.name for a, b in ((left, right), (right, left)) if b.requires_grad)
+
+
 @once_per_node
 def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
     """Bytes that an operator keeps for backward beside tensors of the graph: (tensor whose placement they have, bytes)."""
@@ -198,6 +214,9 @@ def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
         return ()
     if call.op in MASKED:
         return ((out.name, float(prod(out.shape[: MASKED[call.op]]))),)  # the mask
+    if call.op in ("aten.linear", "aten.matmul"):
+        copies = dict(copied_operands(graph, node))
+        return tuple((name, copies[name]) for name in needed_factors(graph, node) if name in copies)
     if call.op == "aten.cross_entropy_loss":
         logits = tensor(graph, call, "self")
         assert logits is not None

@@ -14,7 +14,7 @@ Invariant: it counts storages. A view holds its base; a cotangent that is handed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from hapx.cost.compute import differentiable, is_view
 from hapx.cost.heap import Heap, Record, Storage
 from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
+from hapx.cost.on_cpu import kept_on_cpu, temporaries_on_cpu
 from hapx.cost.terms import Vector
 from hapx.cost.transients import (
     Sizes,
@@ -31,7 +32,6 @@ from hapx.cost.transients import (
     forward_temporaries,
     kept_inside,
     kept_names,
-    kept_on_cpu,
     passes_cotangent,
     placements_of,
     reordered,
@@ -75,6 +75,27 @@ def while_running(found: Peak, exact: CostModel) -> Vector:
     return found.running + found.left if exact.repeats > 1 else found.running
 
 
+class _Numbered:
+    """Numbers of properties: equal ones have one. Most are one object, which need not be hashed."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Property, int] = {}
+        self._objects: dict[int, int] = {}  # of properties that the caller holds
+
+    def __call__(self, properties: Sequence[Property]) -> list[int]:
+        known = self._objects
+        return [known[id(p)] if id(p) in known else self._new(p) for p in properties]
+
+    def _new(self, p: Property) -> int:
+        number = self._objects[id(p)] = self._numbers.setdefault(p, len(self._numbers))
+        return number
+
+    @property
+    def all(self) -> list[Property]:
+        """By number."""
+        return list(self._numbers)
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """How a conversion begins. axes: those along which a stored parameter enters the synchroniser; rest: the other steps, with the placements before
@@ -92,14 +113,13 @@ class _Walk:
         self.sizes = LocalSizes(program, graph, exact, stored)
         self.training = exact.mode == "train"
         self.triples = [i.triple for i in program.instructions]
-        self.numbers: dict[Property, int] = {}
-        number = self._number
-        self.pre = [[number(p) for p in t.pre] for t in self.triples]
-        self.post = [[number(p) for p in t.post] for t in self.triples]
-        self.needs, self.gives = frozenset(map(number, program.needs)), [number(p) for p in program.gives]
         whole = Placement((REPLICATED,) * len(program.mesh.axes))
-        self.inputs = [number(Property(n, whole)) for n in graph.input_names]
-        self.properties = list(self.numbers)
+        inputs = [Property(n, whole) for n in graph.input_names]
+        numbered = _Numbered()
+        self.pre = [numbered(t.pre) for t in self.triples]
+        self.post = [numbered(t.post) for t in self.triples]
+        self.needs, self.gives, self.inputs = frozenset(numbered(program.needs)), numbered(program.gives), numbered(inputs)
+        self.properties = numbered.all
         self.refs = [graph.refs[p.tensor] for p in self.properties]
         self.local = self.sizes.local(self.properties)
         self.last = {p: k for k, pre in enumerate(self.pre) for p in pre} | dict.fromkeys(self.gives, len(self.triples))
@@ -117,9 +137,6 @@ class _Walk:
         self.entries: dict[int, _Entry] = {}  # by instruction
         self.regions = self._regions()
         self.taken: dict[int, list[Storage]] = {}
-
-    def _number(self, p: Property) -> int:
-        return self.numbers.setdefault(p, len(self.numbers))
 
     # ---- the iteration -------------------------------------------------------------------------------------------------------
 
@@ -196,7 +213,7 @@ class _Walk:
                 variables[p] = self.heap.new(self.local[p])
         if keeps and differentiable(graph, node):
             self.records[k] = self._recorded(variables, k, triple, body)
-        extra = self._temporaries(forward_temporaries(graph, node, body), node, triple)
+        extra = self._temporaries(forward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=False), node, triple)
         self.heap.note(lambda: f"forward of {node.call.op} {node.outputs[0].name}", extra)
 
     def _recorded(self, variables: Variables, k: int, triple: Triple, body: OpCall) -> Record:
@@ -216,10 +233,10 @@ class _Walk:
                 record.kept.append(self.heap.new(size))
         return record
 
-    def _temporaries(self, sizes: Sizes, node: Node, triple: Triple) -> Vector | None:
+    def _temporaries(self, sizes: Sizes, on_cpu: Sizes, node: Node, triple: Triple) -> Vector | None:
         """What a call needs only while it runs."""
         copied = reordered(self.graph, node)
-        return self.sizes.temporaries(sizes, copied, placements_of(triple)) if sizes or copied else None
+        return self.sizes.temporaries(sizes, on_cpu, copied, placements_of(triple)) if sizes or on_cpu or copied else None
 
     def _keep(self, record: Record, storage: Storage | None) -> None:
         if storage is None:
@@ -290,7 +307,7 @@ class _Walk:
         if record is not None and arrived:
             self._gather_again(record, node)
             made = [(p, self._cotangent(node, i, p, arrived)) for i, p in enumerate(self.pre[k]) if self.refs[p].requires_grad]
-            extra = self._temporaries(backward_temporaries(graph, node, body), node, triple)
+            extra = self._temporaries(backward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=True), node, triple)
             self.heap.note(lambda: f"backward of {node.call.op} {node.outputs[0].name}", extra)
         if record is not None:
             self._forget(record)

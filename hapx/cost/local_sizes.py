@@ -15,9 +15,10 @@ from hapx.cost.memory import states_of
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
 from hapx.cost.transients import (
+    FEW_SAMPLES,
     UPDATE_TEMPORARIES,
     VECTOR,
-    Copied,
+    Reordered,
     Shards,
     Sizes,
     exchange_buffers,
@@ -93,22 +94,26 @@ class LocalSizes:
             total = total + self.part(placements[name], size)
         return total
 
-    def temporaries(self, sizes: Sizes, copied: Copied, placements: Mapping[str, Placement]) -> Vector:
-        """`sizes`, and what a kernel copies into a layout of its own."""
-        total = self.sum(sizes, placements)
-        for name, channels in copied:
-            total = total + self._in_vectors(self.graph.refs[name], placements[name], channels)
+    def temporaries(self, sizes: Sizes, on_cpu: Sizes, copied: Sequence[Reordered], placements: Mapping[str, Placement]) -> Vector:
+        """`sizes`, `on_cpu` on processors, and what a kernel copies into a layout of its own."""
+        total = self.sum(sizes, placements) + self.cpu * self.sum(on_cpu, placements)
+        for own in copied:
+            total = total + self._in_vectors(own, placements)
         return total
 
-    def _in_vectors(self, ref: TensorRef, placement: Placement, channels: tuple[int, ...]) -> Vector:
+    def _in_vectors(self, copied: Reordered, placements: Mapping[str, Placement]) -> Vector:
         """Bytes of a tensor whose local channels are rounded up to whole vectors on CPUs."""
-        found = []
+        ref, found = self.graph.refs[copied.name], []
         for kind, cpu in zip(self.exact.kinds, self.cpu, strict=True):
-            shape = list(local_shape(ref.shape, placement, self.program.mesh.sizes, self.lengths, self._at(kind)))
-            for dim in channels if cpu else ():
+            shape = list(self._shape(copied.name, placements, kind))
+            for dim in copied.channels if cpu else ():
                 shape[dim] = -(-shape[dim] // VECTOR) * VECTOR
-            found.append(float(prod(shape) * ref.bytes) / max(ref.size, 1))
+            in_place = cpu and copied.unless_few is not None and self._shape(copied.unless_few, placements, kind)[0] < FEW_SAMPLES
+            found.append(0.0 if in_place else float(prod(shape) * ref.bytes) / max(ref.size, 1))
         return np.array(found)
+
+    def _shape(self, name: str, placements: Mapping[str, Placement], kind: tuple[int, ...]) -> tuple[int, ...]:
+        return local_shape(self.graph.refs[name].shape, placements[name], self.program.mesh.sizes, self.lengths, self._at(kind))
 
     def _at(self, kind: tuple[int, ...]) -> tuple[int, ...]:
         """Coordinates of a device of a kind."""

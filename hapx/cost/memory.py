@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from hapx.cost.compute import ATTENTION, FACTORS, differentiable, hidden, is_view, tensor
+from hapx.cost.compute import FACTORS, VIEWS, copied_operands, differentiable, hidden, is_view, needed_factors, tensor
 from hapx.cost.once import once, once_per_node
 from hapx.cost.saves import SAVES_OF_SMALL
+from hapx.cost.strides import ATTENTION
 from hapx.errors import HapError
 from hapx.ir import FLOATING, Graph, Kind, Node, Region, TensorRef, iter_refs
 
@@ -50,7 +51,7 @@ SAVES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("aten.add", "aten.sub", "aten.neg", "aten.rsub", "aten.sum", "aten.mean", "aten.clone", "aten.contiguous", "aten.cat",
                          "aten.stack", "aten.to", "aten._to_copy", "aten.type_as", "aten.dropout", "aten.constant_pad_nd", "aten.roll",
                          "aten.flip", "aten.positive", "aten.cumsum", "aten.repeat", "aten.repeat_interleave", "aten.slice_scatter",
-                         "aten.select_scatter"), NOTHING_SAVED),
+                         "aten.select_scatter", *VIEWS), NOTHING_SAVED),  # a view that must copy keeps nothing either
         **dict.fromkeys((f"aten.{name}{n}d" for name in ("max_pool", "avg_pool", "reflection_pad", "replication_pad") for n in (1, 2, 3)), ("self",)),
         **dict.fromkeys((f"aten.{name}" for n in (1, 2, 3) for name in (f"max_pool{n}d_with_indices", f"adaptive_max_pool{n}d")), ("self", "out1")),
         **dict.fromkeys((f"aten.max_unpool{n}d" for n in (2, 3)), ("indices",)),
@@ -95,9 +96,8 @@ def _saved(graph: Graph, node: Node) -> tuple[str, ...]:
         return ()
     refs = [graph.refs[name] for name in call.refs()]
     if call.op in FACTORS:
-        left, right = (tensor(graph, call, name) for name in FACTORS[call.op])
-        assert left is not None and right is not None
-        return tuple(a.name for a, b in ((left, right), (right, left)) if b.requires_grad)
+        copies = [name for name, _ in copied_operands(graph, node)]
+        return tuple(name for name in needed_factors(graph, node) if name not in copies)
     if call.op in MULTILINEAR:
         return tuple(r.name for i, r in enumerate(refs) if any(o.requires_grad for j, o in enumerate(refs) if j != i))
     if call.op == "aten.div":

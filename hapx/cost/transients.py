@@ -14,16 +14,15 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hapx.cost.compute import ATTENTION, CASTS, VIEWS, is_view, tensor
+from hapx.cost.compute import CASTS, VIEWS, is_view, tensor
 from hapx.cost.compute import hidden as hidden_of_node
 from hapx.cost.memory import saved as saved_by_node
 from hapx.cost.terms import Vector
 from hapx.ir import CONVOLUTIONS, Graph, Node, OpCall
 from hapx.plan import Axes, Form, Triple
-from hapx.states import Placement, Sharded
+from hapx.states import Placement
 
 Sizes = tuple[tuple[str, float], ...]  # (tensor whose placement they have, bytes)
-Copied = tuple[tuple[str, tuple[int, ...]], ...]  # (tensor, its dims that are channels)
 
 # per optimizer: temporaries of an update in numbers per parameter element, (one parameter after the other, all at once as multi-tensor kernels do)
 UPDATE_TEMPORARIES: Mapping[str, tuple[float, float]] = MappingProxyType(
@@ -35,6 +34,7 @@ UPDATE_TEMPORARIES: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 VECTOR = 16  # channels
 FEW_CHANNELS = 5
+FEW_SAMPLES = 16  # with one thread, torch leaves a convolution of single pixels to oneDNN from so many samples on
 
 # views whose backward writes the cotangent into a tensor of the operand's size (of several outputs: puts the cotangents together)
 _SPREAD = frozenset(
@@ -81,18 +81,6 @@ def placements_of(triple: Triple) -> dict[str, Placement]:
     return {p.tensor: p.placement for p in (*triple.pre, *triple.post)}
 
 
-def kept_on_cpu(graph: Graph, node: Node, triple: Triple) -> Sizes:
-    """What the call keeps in addition where it has no fused kernel: a weighted RMS norm also keeps what it multiplies by the weight; attention whose
-    values have another width than its keys, because that is cut, keeps its weights."""
-    out = node.outputs[0]
-    if node.call.op == ATTENTION:
-        query, key, value = (tensor(graph, node.call, name) for name in ("query", "key", "value"))
-        assert query is not None and key is not None and value is not None
-        cut = any(isinstance(s, Sharded) and s.dim == len(value.shape) - 1 for s in placements_of(triple)[value.name].states)
-        return ((query.name, float(query.bytes) / query.shape[-1] * key.shape[-2]),) if cut else ()
-    return ((out.name, float(out.bytes)),) if node.call.op == "aten.rms_norm" and node.call.get("weight") is not None else ()
-
-
 def forward_temporaries(graph: Graph, node: Node, body: OpCall) -> Sizes:
     """Bytes that the call needs beyond its operands, its results and what it keeps."""
     out = node.outputs[0]
@@ -130,15 +118,32 @@ def backward_temporaries(graph: Graph, node: Node, body: OpCall) -> Sizes:
     return ()
 
 
-def reordered(graph: Graph, node: Node) -> Copied:
-    """Tensors that the kernel of a convolution copies into a layout of its own, forward and backward, with the dims that are channels there: on CPUs
-    these are rounded up to whole vectors. Images of few channels are read as they are."""
+@dataclass(frozen=True, slots=True)
+class Reordered:
+    """A tensor that the kernel of a convolution copies into a layout of its own. channels: dims that CPUs round up to whole vectors there.
+    unless_few: the images of a convolution of single pixels, which CPUs make in place where they are few (`FEW_SAMPLES`)."""
+
+    name: str
+    channels: tuple[int, ...]
+    unless_few: str | None
+
+
+def reordered(graph: Graph, node: Node) -> tuple[Reordered, ...]:
+    """What a convolution copies so, forward and backward. Images of few channels are read as they are."""
     if node.call.op not in CONVOLUTIONS:
         return ()
     source, weight = (tensor(graph, node.call, name) for name in ("input", "weight"))
     assert source is not None and weight is not None
-    few = source.shape[1] < FEW_CHANNELS
-    return (*(() if few else ((source.name, (1,)),)), (weight.name, (0,) if few else (0, 1)), (node.outputs[0].name, (1,)))
+    pointwise = max(weight.shape[2:]) == 1 and max(each(node.call.get("stride", 1))) == 1 and max(each(node.call.get("groups", 1))) == 1
+    unless_few = source.name if pointwise else None
+    found = {source.name: (1,), weight.name: (0, 1), node.outputs[0].name: (1,)}
+    if source.shape[1] < FEW_CHANNELS:
+        found = {weight.name: (0,), node.outputs[0].name: (1,)}
+    return tuple(Reordered(name, channels, unless_few) for name, channels in found.items())
+
+
+def each(value: int | tuple[int, ...]) -> tuple[int, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _times(graph: Graph, node: Node, argument: str, factor: float) -> Sizes:

@@ -52,6 +52,13 @@ BINARY = """
 """
 
 SELF_OTHER = "self: *, other: * -> *"
+# further ones that are declared below, or draw a mask
+OTHERS = """
+    aten.add aten.sub aten.rsub aten.mul aten.div aten.ldexp aten.pow aten.float_power aten.xlogy aten.special_xlog1py aten.where aten.masked_fill
+    aten.lerp aten.addcmul aten.addcdiv aten.clamp aten.clamp_min aten.clamp_max aten.heaviside aten.to aten._to_copy aten.type_as aten.dropout
+"""
+# operators and overloads that compute element by element
+POINTWISE = frozenset(" ".join((LINEAR_UNARY, UNARY, SCALAR, STEPS, ALIKE, LINEAR_SCALAR, SCALAR_FIRST, BINARY, OTHERS)).split())
 
 
 def linear_where(context: Context, operand: str, condition: bool) -> Iterable[Rule]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
 from hapx.ir import FLOATING, OpCall
@@ -156,6 +156,12 @@ def _except_dims(context: Context) -> dict[int, int]:
         return {}
     return {d: d for d in range(rank) if d not in gone}
 
+
+# views that move or drop dims, by operator: {dim of the operand: dim of the output}
+MOVES: Mapping[str, Callable[[Context], dict[int, int]]] = {
+    "aten.transpose": _transpose, "aten.swapaxes": _transpose, "aten.permute": _permute, "aten.movedim": _movedim, "aten.t": _reverse,
+    "aten.numpy_T": _reverse, "aten.mT": _matrix_transpose, "aten.select": _select, "aten.unbind": _select,
+}  # fmt: skip
 
 for targets, mapping in (
     ("aten.transpose.int aten.swapaxes", _transpose),
