@@ -115,6 +115,13 @@ def copied_operands(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
 
 
 @once_per_node
+def lies(graph: Graph, node: Node) -> tuple[bool, tuple[int, ...]]:
+    """What depends on how its operands lie in memory: whether the node is a view, and which operands it copies first."""
+    copied = [name for name, _ in copied_operands(graph, node)]
+    return is_view(graph, node), tuple(i for i, name in enumerate(node.call.refs()) if name in copied) if copied else ()
+
+
+@once_per_node
 def work(graph: Graph, node: Node) -> Work:
     """FLOPs and bytes of a node. Constants are made once, not in every iteration: they cost nothing. Under an activation checkpoint, backward
     computes the node again."""
@@ -133,9 +140,9 @@ def _work(graph: Graph, node: Node) -> Work:
     if node.call.op == SPARSE_TABLE:
         return _embedding(graph, node, gradient)
     moved = [(t.name, float(t.bytes)) for t in (*operands, *node.outputs)]
-    moved += [(name, size) for name, size in hidden(graph, node)]
+    copies = copied_operands(graph, node)
+    moved += [(name, 2.0 * size) for name, size in copies] if copies else [(name, size) for name, size in hidden(graph, node)]
     moved += [(name, 2.0 * graph.refs[name].size * DTYPE_BYTES[dtype]) for name, dtype in node.casts]
-    moved += [(name, 2.0 * size) for name, size in copied_operands(graph, node)]
     back = tuple((name, 2 * size) for name, size in moved) if gradient else ()
     if node.call.op in MORE_PASSES:
         first, (ahead, behind) = operands[0], MORE_PASSES[node.call.op]

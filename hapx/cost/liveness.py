@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from hapx.cost.transients import (
     placements_of,
     reordered,
 )  # fmt: skip
-from hapx.ir import FLOATING, Graph, Kind, Node, OpCall
+from hapx.ir import FLOATING, Graph, Kind, Node, OpCall, TensorRef
 from hapx.plan import Communication, Program, Triple
 from hapx.states import REPLICATED, Invariant, Placement, Property, Replicated
 from hapx.transposes import TRANSPOSES
@@ -61,6 +62,7 @@ Variables = dict[int, Storage | None]  # by the number of a property; None: a pa
 
 def peak(program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]) -> Peak:
     """The peak of an iteration of `program`. exact: a cost model at its lengths (see `at_lengths`); stored: where parameters and buffers are."""
+    assert exact.graph is graph, "the cost model is of another graph"
     return _Walk(program, graph, exact, stored).run()
 
 
@@ -97,19 +99,51 @@ class _Numbered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """How a conversion begins. axes: those along which a stored parameter enters the synchroniser; rest: the other steps, with the placements before
-    and after each."""
+class _Call:
+    """What a call does to memory, by places among its outputs and operands, in that order; bytes per kind. view: its outputs share the storage of the
+    first operand. keeps: places of what autograd keeps, None where no gradient flows; inside: what it keeps beside them. forward, backward:
+    temporaries. hands_on: of each operand, whether its cotangent is that of the output. wanted: operands that need a cotangent."""
+
+    view: bool
+    keeps: tuple[int, ...] | None
+    inside: Vector | None
+    forward: Vector | None
+    backward: Vector | None
+    hands_on: tuple[bool, ...]
+    wanted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Hop:
+    """A step of a conversion: the operations of its two directions ("none": nothing is done), what they make, and their buffers. freed: backward
+    gathers again what forward makes."""
+
+    forward: str
+    made: Vector
+    buffers: Vector
+    freed: bool
+    backward: str
+    made_back: Vector
+    buffers_back: Vector
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """How a conversion goes. axes: those along which a stored parameter enters the synchroniser; hops: the other steps."""
 
     axes: tuple[int, ...]
-    rest: tuple[tuple[Communication, Placement, Placement], ...]
+    hops: tuple[_Hop, ...]
+
+
+def _of(what: str, name: str) -> str:
+    return f"{what} of {name}"
 
 
 class _Walk:
-    """Properties are numbered: everything is asked for by them, instruction after instruction."""
+    """Properties are numbered: everything is asked for by them, instruction after instruction. What alike instructions do is found once."""
 
     def __init__(self, program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]):
-        self.program, self.graph, self.stored = program, graph, stored
+        self.program, self.graph, self.exact, self.stored = program, graph, exact, stored
         self.sizes = LocalSizes(program, graph, exact, stored)
         self.training = exact.mode == "train"
         self.triples = [i.triple for i in program.instructions]
@@ -134,7 +168,8 @@ class _Walk:
         self.tokens: Counter[int] = Counter()  # by storage: how often backward still asks for what it gathers again
         self.regathered: dict[int, Storage] = {}
         self.enters: dict[Key, int] = {}  # a parameter that enters the synchroniser -> its first instruction
-        self.entries: dict[int, _Entry] = {}  # by instruction
+        self.calls: dict[int, _Call] = {}  # by form, as those of conversions
+        self.routes: dict[tuple[int, bool, tuple[int, ...]], _Route] = {}
         self.regions = self._regions()
         self.taken: dict[int, list[Storage]] = {}
 
@@ -203,40 +238,51 @@ class _Walk:
 
     def _call(self, variables: Variables, k: int, triple: Triple, body: OpCall, keeps: bool) -> None:
         assert triple.node is not None
-        graph, node = self.graph, self.graph.nodes[triple.node]
-        if is_view(graph, node):
+        node, does = self.graph.nodes[triple.node], self._does(triple, body)
+        if does.view:
             base = variables[self.pre[k][0]]
             for p in self.post[k]:
                 variables[p] = self._hold(base)
         else:
             for p in self.post[k]:
                 variables[p] = self.heap.new(self.local[p])
-        if keeps and differentiable(graph, node):
-            self.records[k] = self._recorded(variables, k, triple, body)
-        extra = self._temporaries(forward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=False), node, triple)
-        self.heap.note(lambda: f"forward of {node.call.op} {node.outputs[0].name}", extra)
+        if keeps and does.keeps is not None:
+            record = self.records[k] = Record()
+            if does.keeps:
+                own = self.post[k] + self.pre[k]
+                for place in does.keeps:
+                    self._keep(record, variables[own[place]])
+            if does.inside is not None:
+                record.kept.append(self.heap.new(does.inside))
+        self.heap.note(lambda: f"forward of {node.call.op} {node.outputs[0].name}", does.forward)
 
-    def _recorded(self, variables: Variables, k: int, triple: Triple, body: OpCall) -> Record:
-        """What autograd keeps of a call."""
-        assert triple.node is not None
-        graph, node, record = self.graph, self.graph.nodes[triple.node], Record()
-        names = kept_names(graph, node, body)
-        if names:
-            own = {self.properties[p].tensor: variables[p] for p in (*self.post[k], *self.pre[k])}
-            for kept in dict.fromkeys(names):
-                self._keep(record, own.get(kept))
-        inside, on_cpu = kept_inside(graph, node, body), kept_on_cpu(graph, node, triple)
-        if inside or on_cpu:
-            placements = placements_of(triple)
-            size = self.sizes.sum(inside, placements) + self.sizes.cpu * self.sizes.sum(on_cpu, placements)
-            if size.any():
-                record.kept.append(self.heap.new(size))
-        return record
+    def _does(self, triple: Triple, body: OpCall) -> _Call:
+        form = self.exact.form(triple)
+        if form not in self.calls:
+            assert triple.node is not None
+            self.calls[form] = self._look_at(triple, body, self.graph.nodes[triple.node])
+        return self.calls[form]
 
-    def _temporaries(self, sizes: Sizes, on_cpu: Sizes, node: Node, triple: Triple) -> Vector | None:
-        """What a call needs only while it runs."""
-        copied = reordered(self.graph, node)
-        return self.sizes.temporaries(sizes, on_cpu, copied, placements_of(triple)) if sizes or on_cpu or copied else None
+    def _look_at(self, triple: Triple, body: OpCall, node: Node) -> _Call:
+        graph, places = self.graph, placements_of(triple)
+        keeps, inside = None, None
+        if differentiable(graph, node):
+            at = {p.tensor: place for place, p in enumerate((*triple.post, *triple.pre))}
+            keeps = tuple(at[name] for name in dict.fromkeys(kept_names(graph, node, body)) if name in at)
+            size = self.sizes.sum(kept_inside(graph, node, body), places) + self.sizes.cpu * self.sizes.sum(kept_on_cpu(graph, node, triple), places)
+            inside = size if size.any() else None
+        copied = reordered(graph, node)
+
+        def temporaries(sizes: Sizes, on_cpu: Sizes) -> Vector | None:
+            return self.sizes.temporaries(sizes, on_cpu, copied, places) if sizes or on_cpu or copied else None
+
+        return _Call(
+            is_view(graph, node), keeps, inside,
+            temporaries(forward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=False)),
+            temporaries(backward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=True)) if keeps is not None else None,
+            tuple(passes_cotangent(graph, node, i) for i in range(len(triple.pre))) if keeps is not None else (),
+            tuple(i for i, p in enumerate(triple.pre) if graph.refs[p.tensor].requires_grad),
+        )  # fmt: skip
 
     def _keep(self, record: Record, storage: Storage | None) -> None:
         if storage is None:
@@ -255,39 +301,44 @@ class _Walk:
 
     def _convert(self, variables: Variables, k: int, path: tuple[Communication, ...]) -> None:
         (source,), (target,) = self.pre[k], self.post[k]
-        ref = self.refs[source]
-        entry = self._entry(k, source, path)
-        if entry.axes and self.training:
-            self.enters.setdefault((ref.name, entry.axes), k)
+        ref, route = self.refs[source], self._route(k, source, path)
+        if route.axes and self.training:
+            self.enters.setdefault((ref.name, route.axes), k)
         current = self._hold(variables[source])
-        for step, before, after in entry.rest:
-            forward, _ = TRANSPOSES[type(step.source), type(step.target)]
-            if forward != "none":
-                made = self.heap.new(self.sizes.part(after, float(ref.bytes)))
-                made.buffers = self.sizes.buffers(forward, ref, step, before, after)
-                made.freed = self.training and step.free and step.gradient and forward == "all_gather"
-                self.heap.note(f"{forward} of {ref.name}", made.buffers)
+        for hop in route.hops:
+            if hop.forward != "none":
+                made = self.heap.new(hop.made)
+                made.buffers, made.freed = hop.buffers, hop.freed
+                self.heap.note(partial(_of, hop.forward, ref.name), hop.buffers)
                 self.heap.release(current)
                 current = made
         variables[target] = current
 
-    def _entry(self, k: int, source: int, path: tuple[Communication, ...]) -> _Entry:
-        """How a conversion begins (see `hapx.runtime.build`)."""
-        if k in self.entries:
-            return self.entries[k]
+    def _route(self, k: int, source: int, path: tuple[Communication, ...]) -> _Route:
+        ref = self.refs[source]
+        stored = source in self.needs and ref.kind is Kind.PARAMETER
+        key = self.exact.form(self.triples[k]), stored, ref.shape
+        if key not in self.routes:
+            self.routes[key] = self._way(ref, self.properties[source].placement, path, stored)
+        return self.routes[key]
+
+    def _way(self, ref: TensorRef, at: Placement, path: tuple[Communication, ...], stored: bool) -> _Route:
+        """How a conversion of a tensor goes from a placement on; stored: of a parameter from where it is kept (see `hapx.runtime.build`)."""
         axes: tuple[int, ...] = ()
-        if source in self.needs and self.refs[source].kind is Kind.PARAMETER:
+        if stored:
             axes = tuple(sorted(c.axis for c in path if c.gradient and isinstance(c.source, Invariant) and isinstance(c.target, Replicated)))
-        at, rest = self.properties[source].placement, []
         for axis in axes:
             at = at.with_state(axis, REPLICATED)
+        hops, size = [], float(ref.bytes)
         for step in path:
             if step.axis not in axes:
                 after = at.with_state(step.axis, step.target)
-                rest.append((step, at, after))
+                forward, backward = TRANSPOSES[type(step.source), type(step.target)]
+                ahead, back = self.sizes.buffers(forward, ref, step, at, after), self.sizes.buffers(backward, ref, step, after, at)
+                freed = self.training and step.free and step.gradient and forward == "all_gather"
+                hops.append(_Hop(forward, self.sizes.part(after, size), ahead, freed, backward, self.sizes.part(at, size), back))
                 at = after
-        found = self.entries[k] = _Entry(axes, tuple(rest))
-        return found
+        return _Route(axes, tuple(hops))
 
     # ---- backward ------------------------------------------------------------------------------------------------------------
 
@@ -301,26 +352,22 @@ class _Walk:
     def _call_back(self, k: int, triple: Triple, body: OpCall) -> None:
         record = self.records.pop(k, None)
         assert triple.node is not None
-        graph, node = self.graph, self.graph.nodes[triple.node]
+        node, does, pre = self.graph.nodes[triple.node], self._does(triple, body), self.pre[k]
         arrived = [c for p in self.post[k] if (c := self.cotangents.pop(p, None)) is not None]
         made: list[tuple[int, Storage]] = []
         if record is not None and arrived:
             self._gather_again(record, node)
-            made = [(p, self._cotangent(node, i, p, arrived)) for i, p in enumerate(self.pre[k]) if self.refs[p].requires_grad]
-            extra = self._temporaries(backward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=True), node, triple)
-            self.heap.note(lambda: f"backward of {node.call.op} {node.outputs[0].name}", extra)
+            for place in does.wanted:
+                cotangent = arrived[0] if does.hands_on[place] else self.heap.new(self.local[pre[place]])
+                cotangent.holders += does.hands_on[place]
+                made.append((pre[place], cotangent))
+            self.heap.note(lambda: f"backward of {node.call.op} {node.outputs[0].name}", does.backward)
         if record is not None:
             self._forget(record)
         for c in arrived:
             self.heap.release(c)
         for p, cotangent in made:
             self._accumulate(p, cotangent)
-
-    def _cotangent(self, node: Node, position: int, p: int, arrived: list[Storage]) -> Storage:
-        if passes_cotangent(self.graph, node, position):
-            arrived[0].holders += 1
-            return arrived[0]
-        return self.heap.new(self.local[p])
 
     def _gather_again(self, record: Record, node: Node) -> None:
         for storage in record.again:
@@ -351,20 +398,19 @@ class _Walk:
 
     def _convert_back(self, k: int, path: tuple[Communication, ...]) -> None:
         (source,), (target,) = self.pre[k], self.post[k]
-        ref, entry = self.refs[source], self._entry(k, source, path)
+        ref, route = self.refs[source], self._route(k, source, path)
         current = self.cotangents.pop(target, None)
         if not ref.requires_grad or ref.dtype not in FLOATING or any(not c.gradient for c in path):
             self.heap.release(current)
             return
-        for step, before, after in reversed(entry.rest):
-            _, backward = TRANSPOSES[type(step.source), type(step.target)]
-            if backward == "none" or current is None:
+        for hop in reversed(route.hops):
+            if hop.backward == "none" or current is None:
                 continue
-            made = self.heap.new(self.sizes.part(before, float(ref.bytes)))
-            self.heap.note(f"{backward} of the cotangent of {ref.name}", self.sizes.buffers(backward, ref, step, after, before))
+            made = self.heap.new(hop.made_back)
+            self.heap.note(partial(_of, f"{hop.backward} of the cotangent", ref.name), hop.buffers_back)
             self.heap.release(current)
             current = made
-        self._arrive(k, source, entry.axes, current)
+        self._arrive(k, source, route.axes, current)
 
     def _arrive(self, k: int, source: int, axes: tuple[int, ...], current: Storage | None) -> None:
         """A cotangent at the beginning of a conversion: it goes on to its source, or, of a parameter that enters the synchroniser, into a bucket

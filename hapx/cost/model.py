@@ -24,7 +24,7 @@ import numpy as np
 from hapx.buckets import BUCKET_BYTES
 from hapx.cluster.spec import PRECISIONS, ClusterSpec
 from hapx.cost import memory
-from hapx.cost.compute import Work, hidden, is_view, work
+from hapx.cost.compute import Work, hidden, lies, work
 from hapx.cost.copies import BUCKET, ENTERED, NO_COPIES, Copies, copied, copies, operations, strided
 from hapx.cost.edges import Edge, EdgePrices
 from hapx.cost.memory import UPDATE_PASSES
@@ -182,13 +182,18 @@ class CostModel:
 
     def step(self, triple: Triple) -> StepCost:
         """Cost of a node's triple, composites with their communication included, or of a conversion. Alike ones share it."""
+        form = self.form(triple)
+        found = self._by_form.get(form)
+        if found is None:
+            found = self._by_form[form] = self._step_of(triple)
+        return found
+
+    def form(self, triple: Triple) -> int:
+        """A number that triples share whose costs, and sizes of what they make and keep, are equal at any lengths."""
         form = self._forms.get(id(triple))
         if form is None or form[0] is not triple:
             form = self._forms[id(triple)] = triple, self.number.of_value(self._form(triple))
-        found = self._by_form.get(form[1])
-        if found is None:
-            found = self._by_form[form[1]] = self._step_of(triple)
-        return found
+        return form[1]
 
     def _step_of(self, triple: Triple) -> StepCost:
         if isinstance(triple.body, OpCall):
@@ -222,7 +227,7 @@ class CostModel:
         tensors = tuple([(refs[n].kind, n in self._kept, names.index(n)) for n in names])
         first = node.outputs[0].name
         again = first in self.graph.recomputed, first in self._forgotten
-        return number, tensors, is_view(self.graph, node), again, tuple([dtype for _, dtype in node.casts])
+        return number, tensors, lies(self.graph, node), again, tuple([dtype for _, dtype in node.casts])
 
     def _signature(self, index: int, node: Node) -> Any:
         """Equal for nodes whose costs are equal in equal placements."""
@@ -234,7 +239,7 @@ class CostModel:
         values = tuple((k, _without_names(v)) for k, v in node.call.args)
         first = node.outputs[0].name
         again = first in self.graph.recomputed, first in self._forgotten
-        return node.call.target, values, tensors, is_view(self.graph, node), again, tuple(dtype for _, dtype in node.casts)
+        return node.call.target, values, tensors, lies(self.graph, node), again, tuple(dtype for _, dtype in node.casts)
 
     def _instruction(self, triple: Triple, node: Node, body: OpCall) -> StepCost:
         placements = {p.tensor: p.placement for p in (*triple.pre, *triple.post)}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hapx.cost.compute import is_view, work
+from hapx.cost.compute import lies, work
 from hapx.cost.memory import converted_again, forgotten, kept
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.table import TermTable
@@ -335,7 +335,7 @@ class _Builder:
         """What, beside its triples and the tensors that it reads and makes, the cost of a node depends on."""
         node, first = self.graph.nodes[k], self.graph.nodes[k].outputs[0].name
         again = first in self.graph.recomputed, first in self.forgotten
-        return is_view(self.graph, node), again, tuple(dtype for _, dtype in node.casts), self._regions(k)
+        return lies(self.graph, node), again, tuple(dtype for _, dtype in node.casts), self._regions(k)
 
     def _class(
         self, k: int, tensors: tuple[str, ...], occurrences: tuple[int, ...], slots: tuple[Slot, ...], results: tuple[Result, ...]

@@ -11,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hapx.cost.compute import copied_operands, hidden, is_view
+from hapx.cost.compute import copied_operands, hidden, is_view, work
 from hapx.cost.memory import base_of, saved
+from hapx.cost.model import CostModel
 from hapx.cost.strides import contiguous, strides, viewed
 from hapx.graph.capture import capture
 from hapx.ir import Graph, Kind
+from hapx.theory.derive import derive
+from support.clusters import ONE
 from support.interpret import module_tensors, run_graph
-from support.theories import GraphBuilder
+from support.theories import GraphBuilder, flat
 from support.zoo import TINY
 
 Inputs = tuple[Tensor, Tensor]
@@ -204,3 +207,20 @@ def test_a_product_copies_what_it_cannot_fold() -> None:
     assert [copied_operands(g, n) for n in g.nodes][1:3] == [(("t", size),), ()]
     assert saved(g.nodes[1], g) == () and hidden(g, g.nodes[1]) == (("t", size),)
     assert saved(g.nodes[2], g) == ("x",) and hidden(g, g.nodes[2]) == ()
+
+
+def test_products_of_operands_that_lie_otherwise_cost_otherwise() -> None:
+    """The same operator on the same shapes, once behind a transpose."""
+    b = GraphBuilder()
+    b.tensor("x", (6, 6, 8))
+    b.parameter("w", 8, 8)
+    b.call("t", "aten.transpose.int", (6, 6, 8), self="x", dim0=0, dim1=1)
+    b.call("y", "aten.linear.default", (6, 6, 8), input="t", weight="w", bias=None)
+    b.call("z", "aten.linear.default", (6, 6, 8), input="x", weight="w", bias=None)
+    g = b.graph("y", "z")
+    theory = derive(g, flat(1))
+    costs = CostModel(theory, ONE, "fp32", "sgd", "train")
+    assert theory.alike[1] == theory.alike[2]
+    assert costs.form(theory.triples[1][0]) != costs.form(theory.triples[2][0])
+    behind, direct = (sum(size for _, size in work(g, g.nodes[k]).moved) for k in (1, 2))
+    assert behind == direct + 2 * 6 * 6 * 8 * 4
