@@ -407,11 +407,17 @@ class CostModel:
         if runs and runs[0][0] == "synchronise":  # a bucket is shared by all axes along which the gradient is summed
             shared = any(a != axis and s == REPLICATED for a, s in enumerate(after.states))
             return (NO_COPIES, NO_COPIES) if shared else (ENTERED, BUCKET)
-        equal = len(self.kinds) == 1 or all(s.cut.row.kind == "even" for s in (source, target) if isinstance(s, Sharded))
+        equal = all(self._equally_long(s.cut) for s in (source, target) if isinstance(s, Sharded))
         ahead, back = (copies(name, form, equal, strided(source, target)) for name in operations(source, target))
         back = back if self.mode == "train" and ref.requires_grad else NO_COPIES
         again = ref.name in self._converted_again or len(runs) > 2 or (free and forward_collective(source, target) is not None)
         return ahead, back + ahead if again and self.mode == "train" else back
+
+    def _equally_long(self, cut: Cut) -> bool:
+        """Whether all pieces of a cut are of one length, as far as that is known."""
+        if cut.row.kind == "even":
+            return True
+        return len(self.kinds) == 1 if self.view.lengths is None else len(set(self.view.lengths[cut])) == 1
 
     def _copied(self, own: Copies, ref: TensorRef, axis: int, before: Placement, after: Placement) -> Piece:
         """Seconds per kind."""

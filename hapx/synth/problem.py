@@ -22,7 +22,7 @@ from hapx.cost.memory import converted_again, forgotten, kept
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.table import TermTable
 from hapx.errors import PlanError
-from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef
+from hapx.ir import Graph, Kind, Node, OpCall, Ref, TensorRef
 from hapx.plan import Triple
 from hapx.restriction import Restriction
 from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
@@ -117,6 +117,7 @@ class Problem:
     exposed: float = 1.0  # how much of the sums of gradients counts, where the rest is taken to run behind backward; see `hapx.overlap`
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
     written: dict[Any, Any] = field(default_factory=dict)  # by choices, what `hapx.synth.writer` made of them
+    instructions: dict[Any, Any] = field(default_factory=dict)  # of its programs, most of which several have
     repetition: Any = None  # see `hapx.synth.periods`; made when first searched
     grid: Any = None  # see `hapx.synth.grid`; made when first searched
     outline: Any = None  # see `hapx.synth.outline`; made when first searched
@@ -320,27 +321,32 @@ class _Builder:
         return None
 
     def _node(self, k: int, bits: _Registers) -> Step:
+        node, tables, last = self.graph.nodes[k], self.tables, self.last
+        read = [p.tensor for p in self.triples[k][0].pre]
+        tensors = tuple(dict.fromkeys(read))
+        outputs = tuple([o.name for o in node.outputs])
+        occurrences = tuple([tensors.index(name) for name in read])
+        slots = tuple([self._slot(k, name) for name in tensors])
+        results = tuple([(id(tables[name]), name in last) for name in outputs])
+        quick = self.alike[k], occurrences, slots, results, self._circumstances(k, node)
+        kind = self.known.get(quick)
+        if kind is None:
+            kind = self.known[quick] = self._class(k, tensors, outputs, occurrences)
+        return self._step(k, kind, tensors, outputs, bits)
+
+    def _circumstances(self, k: int, node: Node) -> Any:
+        """What, beside its triples and the tensors that it reads and makes, the cost of a node depends on."""
+        lying = lies(self.graph, node)
+        if not (self.graph.regions or node.casts):
+            return lying
+        first = node.outputs[0].name
+        again = first in self.graph.recomputed, first in self.forgotten
+        return lying, again, tuple(dtype for _, dtype in node.casts), self._regions(k)
+
+    def _class(self, k: int, tensors: tuple[str, ...], outputs: tuple[str, ...], occurrences: tuple[int, ...]) -> StepClass:
         node, triples = self.graph.nodes[k], self.triples[k]
-        tensors = tuple(dict.fromkeys(p.tensor for p in triples[0].pre))
-        outputs = tuple(o.name for o in node.outputs)
         slots = self._slots(k, tensors)
         results = tuple(Result(self.tables[name], name in self.last) for name in outputs)
-        occurrences = tuple(tensors.index(p.tensor) for p in triples[0].pre)
-        quick = (self.alike[k], occurrences, _keys(slots), tuple((id(r.table), r.live) for r in results), *self._circumstances(k))
-        if quick not in self.known:
-            self.known[quick] = self._class(k, tensors, occurrences, slots, results)
-        return self._step(k, self.known[quick], tensors, outputs, bits)
-
-    def _circumstances(self, k: int) -> tuple[Any, ...]:
-        """What, beside its triples and the tensors that it reads and makes, the cost of a node depends on."""
-        node, first = self.graph.nodes[k], self.graph.nodes[k].outputs[0].name
-        again = first in self.graph.recomputed, first in self.forgotten
-        return lies(self.graph, node), again, tuple(dtype for _, dtype in node.casts), self._regions(k)
-
-    def _class(
-        self, k: int, tensors: tuple[str, ...], occurrences: tuple[int, ...], slots: tuple[Slot, ...], results: tuple[Result, ...]
-    ) -> StepClass:
-        node, triples = self.graph.nodes[k], self.triples[k]
         coded = tuple(self._signature(t) for t in triples)
         # the cost model gives one cost object to alike nodes: its identity tells apart what only it can see
         call = (_shape_of_call(node.call, tensors), self._regions(k), occurrences)
@@ -373,6 +379,11 @@ class _Builder:
     def _slots(self, k: int, tensors: tuple[str, ...]) -> tuple[Slot, ...]:
         return tuple(Slot(self.tables[n], fixed := self._fixed(n), fixed is None and self.last[n] > k) for n in tensors)
 
+    def _slot(self, k: int, name: str) -> tuple[int, int | None, bool]:
+        """As `_keys` of its slot."""
+        fixed = None if name in self.graph.producer else self._fixed(name)
+        return id(self.tables[name]), fixed, fixed is None and self.last[name] > k
+
     def _regions(self, k: int) -> tuple[Any, ...]:
         return tuple((r.kind, r.options) for r in self.graph.regions if r.start <= k < r.stop)
 
@@ -400,24 +411,27 @@ class _Registers:
     """Ranges of bits for live tensors, lowest free range first."""
 
     def __init__(self) -> None:
-        self.taken: dict[str, tuple[int, TensorTable]] = {}
+        self._taken: dict[str, tuple[str, TensorTable, int]] = {}
+        self._ranges: list[tuple[int, int]] = []  # (first, behind the last), ascending
 
     def take(self, name: str, table: TensorTable) -> int:
-        if name in self.taken:
-            return self.taken[name][0]
-        at = 0
-        for start, other in sorted(((s, len(t.placements)) for s, t in self.taken.values())):
-            if start - at >= len(table.placements):
+        if name in self._taken:
+            return self._taken[name][2]
+        at, place, size = 0, 0, len(table.placements)
+        for start, stop in self._ranges:
+            if start - at >= size:
                 break
-            at = max(at, start + other)
-        self.taken[name] = (at, table)
+            at, place = stop, place + 1
+        self._ranges.insert(place, (at, at + size))
+        self._taken[name] = name, table, at
         return at
 
     def release(self, name: str) -> None:
-        del self.taken[name]
+        _, table, at = self._taken.pop(name)
+        self._ranges.remove((at, at + len(table.placements)))
 
     def live(self) -> tuple[tuple[str, TensorTable, int], ...]:
-        return tuple((name, table, shift) for name, (shift, table) in self.taken.items())
+        return tuple(self._taken.values())
 
 
 def _form(body: Any) -> Any:

@@ -5,8 +5,9 @@ In: the last partial program of a search. Out: a `Solution`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hapx.cost.model import StepCost
 from hapx.cost.terms import Term
@@ -86,15 +87,18 @@ class _Writer:
             (use,) = move.uses
             self.gives.append(Property(step.tensors[0], self.problem.tables[step.tensors[0]].placements[use.target]))
             return
-        triple = self._triple(level, move)
-        self.instructions.append(Instruction(triple))
+        self.instructions.append(self._known((level, move.choice.index), lambda: self.problem.triples[level][move.choice.index]))
         if move.choice.cost is not None:
             self.steps.append(move.choice.cost)
-        for p in triple.post:
-            self.have[p.tensor] = {self.problem.tables[p.tensor].number[p.placement]: None}
+        for name, given in zip(step.outputs, move.choice.gives, strict=True):
+            self.have[name] = {given: None}
 
-    def _triple(self, level: int, move: Move) -> Triple:
-        return self.problem.triples[level][move.choice.index]
+    def _known(self, key: Any, triple: Callable[[], Triple]) -> Instruction:
+        """The problem's one instruction of this kind."""
+        known: Instruction | None = self.problem.instructions.get(key)
+        if known is None:
+            known = self.problem.instructions[key] = Instruction(triple())
+        return known
 
     def _free(self, name: str, table: TensorTable, target: int) -> None:
         """Make a placement that is free from one that is there."""
@@ -104,8 +108,11 @@ class _Writer:
             self._convert(name, table, source, target, table.free_path(source, target))
 
     def _convert(self, name: str, table: TensorTable, source: int, target: int, path: tuple[Communication, ...]) -> None:
-        pre, post = Property(name, table.placements[source]), Property(name, table.placements[target])
-        self.instructions.append(Instruction(Triple(None, (pre,), (post,), path)))
+        def triple() -> Triple:
+            pre, post = Property(name, table.placements[source]), Property(name, table.placements[target])
+            return Triple(None, (pre,), (post,), path)
+
+        self.instructions.append(self._known((name, source, target, id(path)), triple))
         self.have[name][target] = None
 
     def needs(self) -> tuple[Property, ...]:

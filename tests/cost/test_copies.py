@@ -49,6 +49,18 @@ def test_equal_pieces_lie_where_they_belong_and_unequal_ones_are_put_together() 
     assert compute(unequal, tensor(), cut(unequal), INVARIANT, Form.GROUPED) == pytest.approx((1.5, 1.5))
 
 
+def test_at_concrete_lengths_each_cut_has_its_own() -> None:
+    """Whatever another cut does: devices are of several kinds because of it, but the pieces of this one are of one length, or are not."""
+    unlike, even = model(1e12, 2e12, 1e12, 2e12), model(1e12, 1e12, 1e12, 1e12)
+    other = Cut(even.theory.mesh.row(0), 10)
+    for costs in (unlike, even):
+        equal = costs.at_lengths({cut(costs).cut: (25, 25, 25, 25), other: (3, 3, 2, 2)})
+        unequal = costs.at_lengths({cut(costs).cut: (30, 30, 20, 20), other: (3, 3, 2, 2)})
+        assert len(equal.kinds) > 1
+        assert compute(equal, tensor(), cut(costs), INVARIANT, Form.PADDED)[0] == 0.0
+        assert compute(unequal, tensor(), cut(costs), INVARIANT, Form.PADDED)[0] == pytest.approx(3.0)
+
+
 def test_pieces_of_inner_dims_are_put_in_order() -> None:
     equal = model(1e12, 1e12)
     assert compute(equal, tensor(), cut(equal, 1), INVARIANT, Form.PADDED) == pytest.approx((0.5 + 2.0 + 2.0, 1.5))
