@@ -146,7 +146,8 @@ class _Sequence:
         self.by_part: list[list[Event]] = [[] for _ in range(untied.parts)]
         for event in untied.events:
             self.by_part[event.part].append(event)
-            for term in (event.step.forward, event.step.backward, event.step.memory, *(c.term for c in event.step.communication)):
+        for step in {id(event.step): event.step for event in untied.events}.values():
+            for term in (step.forward, step.backward, step.memory, *(c.term for c in step.communication)):
                 self.table.number(term)
         if prices is not None:  # bytes of parameters, which no step has
             for kept, part in untied.kept:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hapx.balancer.lp import Objective, objective
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
@@ -31,8 +32,7 @@ class Crossing:
     used: int
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """What one instruction costs, in its part. `before`: properties that it takes from other parts. `source`: for a conversion that changes the
     uneven axis, the part in which its tensor is made."""
 
@@ -56,57 +56,46 @@ class Untied:
         self._kept: dict[object, tuple[Term, StepCost]] = {}
         self._recuts: dict[object, StepCost] = {}
         self._numbers: dict[Placement, int] = {}
-        self._by_object: dict[int, int] = {}
+        self._by_object: dict[int, Key] = {}
         self.kept: list[tuple[Term, int]] = []
         self.events = self._events(storage_of, part_of) + self._storing(storage_of, part_of)
 
     # ---- the program ----------------------------------------------------------------------------------------------------
 
     def _events(self, storage_of: Mapping[str, Placement], part_of: Sequence[int]) -> list[Event]:
-        users = self._users(part_of)
-        stored = (self._key(Property(name, placement)) for name, placement in storage_of.items())
-        made = {key: users[key] for key in stored if key in users}
+        triples = [i.triple for i in self.program.instructions]
+        read, given = ([[self._key(p) for p in properties] for properties in side] for side in ((t.pre for t in triples), (t.post for t in triples)))
+        users = _users(triples, read, given, part_of)
+        stored = [Property(name, placement) for name, placement in storage_of.items()]
+        self._alive += stored  # so that their identity stays their own
+        made = {key: users[key] for key in map(self._key, stored) if key in users}
         events = []
-        for instruction in self.program.instructions:
-            triple = instruction.triple
-            post = triple.post[0]
+        for triple, before, after in zip(triples, read, given, strict=True):
             if triple.node is not None:
                 part = part_of[triple.node]
-                taken = {key: p for p in triple.pre if made.get(key := self._key(p), part) != part and self._split(p)}
-                events.append(Event(self.costs.instruction(triple), part, tuple(Crossing(p, made[key], part) for key, p in taken.items())))
-                for p in triple.post:
-                    made[self._key(p)] = part
+                crossings: tuple[Crossing, ...] = ()
+                if [key for key in before if made.get(key, part) != part]:
+                    taken = {key: p for key, p in zip(before, triple.pre, strict=True) if made.get(key, part) != part and self._split(p)}
+                    crossings = tuple(Crossing(p, made[key], part) for key, p in taken.items())
+                events.append(Event(self.costs.step(triple), part, crossings))
+                for key in after:
+                    made[key] = part
                 continue
-            assert not isinstance(triple.body, OpCall)
-            (pre,) = triple.pre
-            key = self._key(post)
-            source = made.get(self._key(pre), users.get(key, 0))
+            (source_key,), (key,) = before, after
+            source = made.get(source_key, users.get(key, 0))
             part = users.get(key, source)
-            if pre.placement.states[self.axis] == post.placement.states[self.axis]:
+            if triple.pre[0].placement.states[self.axis] == triple.post[0].placement.states[self.axis]:
                 part = source  # it is cut again where it is used
             made[key] = part
-            step = self.costs.conversion(self.refs[post.tensor], triple.body, post.placement)
-            events.append(Event(step, part, (), source, triple))
+            events.append(Event(self.costs.step(triple), part, (), source, triple))
         return events
-
-    def _users(self, part_of: Sequence[int]) -> dict[Key, int]:
-        """The part that uses a property first, itself or what a conversion makes of it."""
-        found: dict[Key, int] = {}
-        for instruction in reversed(self.program.instructions):
-            triple = instruction.triple
-            if triple.node is not None:
-                for p in triple.pre:
-                    found[self._key(p)] = part_of[triple.node]
-            elif (key := self._key(triple.post[0])) in found:
-                found[self._key(triple.pre[0])] = found[key]
-        return found
 
     def _key(self, p: Property) -> Key:
         """Equal for equal properties: hashing placements takes long, so each object is hashed once (the program keeps them alive)."""
-        number = self._by_object.get(id(p.placement))
-        if number is None:
-            number = self._by_object[id(p.placement)] = self._numbers.setdefault(p.placement, len(self._numbers))
-        return p.tensor, number
+        key = self._by_object.get(id(p))
+        if key is None:
+            key = self._by_object[id(p)] = p.tensor, self._numbers.setdefault(p.placement, len(self._numbers))
+        return key
 
     def _split(self, p: Property) -> bool:
         return isinstance(p.placement.states[self.axis], Sharded)
@@ -193,6 +182,19 @@ class Untied:
             pieces = (Piece(p.const, tuple((_in_group(cut, group), slope) for cut, slope in p.slopes)) for p in term.pieces)
             self._terms[key] = Term(tuple(pieces))
         return self._terms[key]
+
+
+def _users(triples: Sequence[Triple], read: Sequence[Sequence[Key]], given: Sequence[Sequence[Key]], part_of: Sequence[int]) -> dict[Key, int]:
+    """The part that uses a property first, itself or what a conversion makes of it."""
+    found: dict[Key, int] = {}
+    for triple, before, after in zip(reversed(triples), reversed(read), reversed(given), strict=True):
+        if triple.node is not None:
+            part = part_of[triple.node]
+            for key in before:
+                found[key] = part
+        elif after[0] in found:
+            found[before[0]] = found[after[0]]
+    return found
 
 
 def _in_group(cut: Cut, group: int) -> Cut:

@@ -78,24 +78,27 @@ def while_running(found: Peak, exact: CostModel) -> Vector:
 
 
 class _Numbered:
-    """Numbers of properties: equal ones have one. Most are one object, which need not be hashed."""
+    """Numbers of properties: equal ones have one. Most are one object, or have one placement, which need not be hashed."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Property, int] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
         self._objects: dict[int, int] = {}  # of properties that the caller holds
+        self._placements: dict[Placement, int] = {}
+        self._placed: dict[int, int] = {}  # by their identity
+        self.all: list[Property] = []  # by number
 
     def __call__(self, properties: Sequence[Property]) -> list[int]:
         known = self._objects
         return [known[id(p)] if id(p) in known else self._new(p) for p in properties]
 
     def _new(self, p: Property) -> int:
-        number = self._objects[id(p)] = self._numbers.setdefault(p, len(self._numbers))
+        place = self._placed.get(id(p.placement))
+        if place is None:
+            place = self._placed[id(p.placement)] = self._placements.setdefault(p.placement, len(self._placements))
+        number = self._objects[id(p)] = self._numbers.setdefault((p.tensor, place), len(self.all))
+        if number == len(self.all):
+            self.all.append(p)
         return number
-
-    @property
-    def all(self) -> list[Property]:
-        """By number."""
-        return list(self._numbers)
 
 
 @dataclass(frozen=True, slots=True)

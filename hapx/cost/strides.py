@@ -27,6 +27,7 @@ _SPLITS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk"})
 _CUTS = frozenset({"aten.slice", "aten.narrow"})
 _EXPANDS = frozenset({"aten.expand", "aten.expand_as", "aten.broadcast_to"})
 _SCATTERED = frozenset({"aten.diagonal", "aten.unfold"})  # views whose elements lie in no simple order
+_STRIDING = frozenset(MOVES) | _SPLITS | _CUTS | _EXPANDS | _SCATTERED  # may make other strides of contiguous ones
 
 
 def contiguous(shape: tuple[int, ...]) -> Strides:
@@ -64,7 +65,7 @@ def strides(graph: Graph) -> Mapping[str, Strides | None]:
     found: dict[str, Strides | None] = {}
     for node in graph.nodes:
         op, names = node.call.op, node.call.refs()
-        if op in MOVES or op in _SPLITS or op in _CUTS or op in _EXPANDS or op in _SCATTERED or any(n in found for n in names):
+        if op in _STRIDING or not found.keys().isdisjoint(names):
             for out, own in zip(node.outputs, _made(graph, node, found), strict=True):
                 if own is None or not _alike(out.shape, own, contiguous(out.shape)):
                     found[out.name] = own

@@ -33,11 +33,11 @@ def find_segments(graph: Graph, most: int) -> tuple[int, ...]:
     crossing, reads = crossing_bytes(graph), _readers(graph)
     inside = {p for p in range(1, len(graph.nodes)) if _one_run(graph, p)}
     borders = [0, len(graph.nodes)]
-    for p in sorted(range(1, len(graph.nodes)), key=lambda p: (crossing[p], -p)):
+    for p in sorted(set(range(1, len(graph.nodes))) - inside, key=lambda p: (crossing[p], -p)):
         if len(borders) > most:
             break
         before, after = max(b for b in borders if b <= p), min(b for b in borders if b > p)
-        if p not in inside and p not in borders and reads[before] < reads[p] < reads[after]:
+        if reads[before] < reads[p] < reads[after]:
             borders.append(p)
     starts = set(borders[2:])
     return tuple(accumulate(int(i in starts) for i in range(len(graph.nodes))))
