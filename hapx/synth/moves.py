@@ -26,6 +26,7 @@ from hapx.theory.conversion import storages
 from hapx.transposes import forward_collective
 
 Path = tuple[Communication, ...]
+MANY = 64  # ways to have some operands of a step, from which on those that others cover are left out before the next operand is looked at
 
 
 class Use(NamedTuple):
@@ -35,6 +36,9 @@ class Use(NamedTuple):
     target: int
     kept: Kept | None
     conversion: Conversion | None
+
+
+Way = tuple[Effect, tuple[int, ...], tuple[Use, ...]]  # to have operands where they are wanted: what it costs, masks afterwards, how
 
 
 class Option(NamedTuple):
@@ -109,9 +113,9 @@ class Moves:
                     place |= mask << offset
             yield Move(compose(effect, last) if effect is not self.nothing else last, place, choice, uses)
 
-    def _operands(self, kind: StepClass, choice: Choice, masks: tuple[int, ...]) -> list[tuple[Effect, tuple[int, ...], tuple[Use, ...]]]:
-        """All ways to have every operand where the choice needs it: (effect, masks afterwards, uses)."""
-        ways: list[tuple[Effect, tuple[int, ...], tuple[Use, ...]]] = [(self.nothing, masks, ())]
+    def _operands(self, kind: StepClass, choice: Choice, masks: tuple[int, ...]) -> list[Way]:
+        """Ways to have every operand where the choice needs it, one for all that it can stand for."""
+        ways: list[Way] = [(self.nothing, masks, ())]
         slots = [slot for slot, _ in choice.needs]
         for slot, target in choice.needs:
             table = kind.slots[slot].table
@@ -125,7 +129,18 @@ class Moves:
                 for effect, after, uses in ways
                 for option in self.options(table, after[slot], target, tracked)
             ]
+            if len(ways) > MANY:
+                ways = self._fewer(ways)
         return ways
+
+    def _fewer(self, ways: list[Way]) -> list[Way]:
+        """Without those that another one covers which leaves the same placements: whatever follows, it is no worse."""
+        groups: dict[tuple[int, ...], list[Way]] = {}
+        for way in sorted(ways, key=lambda way: (way[0].weight, sum(way[0].memory))):
+            kept = groups.setdefault(way[1], [])
+            if not any(cheaper(other[0], way[0], self.memory) for other in kept):
+                kept.append(way)
+        return [way for kept in groups.values() for way in kept]
 
     def options(self, table: TensorTable, mask: int, target: int, tracked: bool) -> tuple[Option, ...]:
         """Ways to have a tensor in `target`; mask 0: a parameter that is not stored yet. tracked: what is available afterwards counts."""
