@@ -26,7 +26,12 @@ from hapx.theory.conversion import storages
 from hapx.transposes import forward_collective
 
 Path = tuple[Communication, ...]
+MOST = 200  # ways that none covers, if bytes count as well, from which on there are too many to look at
 MANY = 64  # ways to have some operands of a step, from which on those that others cover are left out before the next operand is looked at
+
+
+class Crowded(Exception):
+    """A step has too many ways to have its operands that differ in seconds or bytes."""
 
 
 class Use(NamedTuple):
@@ -131,6 +136,8 @@ class Moves:
             ]
             if len(ways) > MANY:
                 ways = self._fewer(ways)
+                if self.memory and len(ways) > MOST:
+                    raise Crowded
         return ways
 
     def _fewer(self, ways: list[Way]) -> list[Way]:

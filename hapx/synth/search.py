@@ -7,7 +7,8 @@ In: a Problem, the share of every cut per device kind, memory limits. Out: a `So
 is least among all programs that fit, with the costs of its steps for the balancer.
 
 Memory is first left out. If the program found then fits, it is the answer, because a relaxation's optimum that is feasible is optimal; otherwise
-memory gets a price (`hapx.synth.limited`), and in small problems the search is then made with memory as part of the state.
+memory gets a price (`hapx.synth.limited`), and in small problems the search is then made with memory as part of the state, unless a step reads so
+many parameters that their ways to be stored are too many to compare (`hapx.synth.moves.Crowded`).
 
 How exact: programs of up to `EXACT` steps are optimal, those of up to `NEARLY` on one axis within `ALMOST` and larger ones within `WITHIN` of the
 optimum, proven by the bound, unless the search ends with its budget; then a wider beam follows. Where memory must be priced, the prices may leave a
@@ -18,6 +19,7 @@ they would take longer than what they bring is worth.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from operator import le
@@ -34,6 +36,7 @@ from hapx.synth.astar import TOLERANCE, Statistics, beam, search
 from hapx.synth.domain import State, Synthesis
 from hapx.synth.effect import Vector, compose
 from hapx.synth.limited import fitting
+from hapx.synth.moves import Crowded
 from hapx.synth.problem import Problem, build
 from hapx.synth.seeds import seeds
 from hapx.synth.tables import Values, numbered
@@ -118,21 +121,34 @@ def _limited(
         least = least_memory(problem, shares, limits, key)
         if least.cost > 1:
             return None, least
+    exact = None
     if small:
-        domain = Synthesis(problem, shares, limits, prices=found.prices)
-        if best is not None:  # as an incumbent: with its seconds alone
-            best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, cost, best.parent, best.move)
-        else:
-            best = domain.follow(problem.programs[0])  # that of least memory
-        own = Statistics()
-        best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch))
-        best = _widened(domain, own, best, WIDEST[len(problem.theory.mesh.axes) > 1])
-        statistics.gap = 0.0  # that of the program without limits
-        statistics.add(own)
-        cost = best.estimate if best is not None else cost
+        with suppress(Crowded):
+            exact = _with_memory(problem, shares, limits, found.prices, best, cost, statistics, budget)
+    if exact is not None:
+        best, cost = exact, exact.estimate
     elif best is not None:
         statistics.gap = max(statistics.gap, 1 - found.bound / cost)
     return solution(problem, best, cost, key, statistics, found.prices) if best is not None else None, least
+
+
+def _with_memory(
+    problem: Problem, shares: Shares, limits: Vector, prices: Vector | None, best: State | None, cost: float, statistics: Statistics,
+    budget: int | None,
+) -> State | None:  # fmt: skip
+    """The search with bytes as part of the state. best: what prices found, of that many seconds; None: the program of least memory begins.
+    Raises Crowded."""
+    domain = Synthesis(problem, shares, limits, prices=prices)
+    if best is not None:  # as an incumbent: with its seconds alone
+        best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, cost, best.parent, best.move)
+    else:
+        best = domain.follow(problem.programs[0])
+    own = Statistics()
+    best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch))
+    best = _widened(domain, own, best, WIDEST[len(problem.theory.mesh.axes) > 1])
+    statistics.gap = 0.0  # that of the program without limits
+    statistics.add(own)
+    return best
 
 
 def least_memory(problem: Problem, shares: Shares, limits: Vector, key: ProgramKey) -> Solution:
