@@ -157,6 +157,11 @@ class Triple:
     body: OpCall | tuple[Communication, ...]
     work: tuple[Cut | None, ...] = ()
 
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """Where operands are read and results made, by tensor."""
+        return {p.tensor: p.placement for p in (*self.pre, *self.post)}
+
     def __str__(self) -> str:
         pre, post = (" ".join(map(str, ps)) for ps in (self.pre, self.post))
         body = self.body.target if isinstance(self.body, OpCall) else " then ".join(map(str, self.body))

@@ -202,16 +202,14 @@ def _run(
     full = _full_buckets([_gradient_bytes(i, graph) if step.gradient else 0 for i, step in zip(instructions, steps, strict=True)])
     clock = _Clock(len(exact.kinds), events)
     for name, step in zip(names, steps, strict=True):
-        if step.ahead:
-            clock.communicate(name, step.ahead)
+        clock.communicate(name, step.ahead)
         clock.compute(name, step.forward)
     clock.mark()
     if exact.mode == "train":
         for k in reversed(range(len(steps))):
             step, name = steps[k], f"{names[k]} backward" if events else ""
             clock.compute(name, step.backward)
-            if step.back:
-                clock.communicate(name, step.back)
+            clock.communicate(name, step.back)
             if step.gradient and synchronise:
                 clock.gradient(step.gradient, full=k in full)
         clock.mark()

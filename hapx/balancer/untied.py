@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from hapx.balancer.lp import Objective, objective
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
+from hapx.cost.numbering import Numbering
 from hapx.cost.terms import Piece, Term
 from hapx.ir import Kind, OpCall, TensorRef
 from hapx.plan import Communication, Form, Program, Triple
 from hapx.states import Cut, Placement, Property, Row, Sharded, State
 
-Key = tuple[str, int]  # a property
+Key = int  # the number of a property
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +56,24 @@ class Untied:
         self._alive: list[object] = []
         self._kept: dict[object, tuple[Term, StepCost]] = {}
         self._recuts: dict[object, StepCost] = {}
-        self._numbers: dict[Placement, int] = {}
-        self._by_object: dict[int, Key] = {}
         self.kept: list[tuple[Term, int]] = []
         self.events = self._events(storage_of, part_of) + self._storing(storage_of, part_of)
 
     # ---- the program ----------------------------------------------------------------------------------------------------
 
     def _events(self, storage_of: Mapping[str, Placement], part_of: Sequence[int]) -> list[Event]:
-        triples = [i.triple for i in self.program.instructions]
-        read, given = ([[self._key(p) for p in properties] for properties in side] for side in ((t.pre for t in triples), (t.post for t in triples)))
+        number, triples = Numbering(), [i.triple for i in self.program.instructions]
+        read = [list(map(number, t.pre)) for t in triples]
+        given = [list(map(number, t.post)) for t in triples]
         users = _users(triples, read, given, part_of)
-        stored = [Property(name, placement) for name, placement in storage_of.items()]
-        self._alive += stored  # so that their identity stays their own
-        made = {key: users[key] for key in map(self._key, stored) if key in users}
+        stored = (number(Property(name, placement)) for name, placement in storage_of.items())
+        made = {key: users[key] for key in stored if key in users}
         events = []
         for triple, before, after in zip(triples, read, given, strict=True):
             if triple.node is not None:
                 part = part_of[triple.node]
-                crossings: tuple[Crossing, ...] = ()
-                if [key for key in before if made.get(key, part) != part]:
-                    taken = {key: p for key, p in zip(before, triple.pre, strict=True) if made.get(key, part) != part and self._split(p)}
-                    crossings = tuple(Crossing(p, made[key], part) for key, p in taken.items())
-                events.append(Event(self.costs.step(triple), part, crossings))
+                taken = {key: p for key, p in zip(before, triple.pre, strict=True) if made.get(key, part) != part and self._split(p)}
+                events.append(Event(self.costs.step(triple), part, tuple([Crossing(p, made[key], part) for key, p in taken.items()])))
                 for key in after:
                     made[key] = part
                 continue
@@ -89,13 +85,6 @@ class Untied:
             made[key] = part
             events.append(Event(self.costs.step(triple), part, (), source, triple))
         return events
-
-    def _key(self, p: Property) -> Key:
-        """Equal for equal properties: hashing placements takes long, so each object is hashed once (the program keeps them alive)."""
-        key = self._by_object.get(id(p))
-        if key is None:
-            key = self._by_object[id(p)] = p.tensor, self._numbers.setdefault(p.placement, len(self._numbers))
-        return key
 
     def _split(self, p: Property) -> bool:
         return isinstance(p.placement.states[self.axis], Sharded)

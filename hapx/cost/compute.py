@@ -15,18 +15,9 @@ from math import prod
 from hapx.cost.contractions import CONTRACTIONS, STATES_KEPT
 from hapx.cost.once import once_per_node
 from hapx.cost.saves import KEPT_INSIDE
-from hapx.cost.strides import ATTENTION, is_viewed
+from hapx.cost.strides import ATTENTION, VIEWS, is_viewed
 from hapx.ir import CONVOLUTIONS, DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
 
-# outputs share the storage of their operand (reshape: see `is_view`)
-VIEWS = frozenset(
-    {
-        "aten.view", "aten.view_as", "aten.reshape", "aten.flatten", "aten.unflatten", "aten.unsqueeze", "aten.squeeze", "aten.expand",
-        "aten.expand_as", "aten.transpose", "aten.permute", "aten.t", "aten.mT", "aten.numpy_T", "aten.movedim", "aten.swapaxes", "aten.split",
-        "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.slice", "aten.select", "aten.narrow", "aten.diagonal", "aten.broadcast_to",
-        "aten.detach", "aten.alias", "aten.unfold",
-    }
-)  # fmt: skip
 COPIED_IF_STRIDED = frozenset({"aten.reshape", "aten.flatten", "aten.view_as"})
 CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as"})
 
@@ -37,6 +28,7 @@ FACTORS = {
     "aten.inner": ("self", "other"),
     **dict.fromkeys(CONVOLUTIONS, ("input", "weight")),
 }  # fmt: skip
+FOLDED = frozenset({"aten.linear", "aten.matmul"})  # of tensors of any rank: their leading dims are made one
 # operators that draw a mask, and over how many of the first dims (None: all)
 MASKED = {"aten.dropout": None, "aten.alpha_dropout": None, "aten.feature_dropout": 2, "aten.feature_alpha_dropout": 2}
 SPARSE_TABLE = "aten.embedding"
@@ -97,7 +89,7 @@ def is_view(graph: Graph, node: Node) -> bool:
 def copied_operands(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
     """Operands that a product copies first, because their leading dims cannot be seen as one, with the bytes of the copies, which it keeps."""
     call = node.call
-    if call.op not in ("aten.linear", "aten.matmul"):
+    if call.op not in FOLDED:
         return ()
     left, right = (tensor(graph, call, name) for name in FACTORS[call.op])
     assert left is not None and right is not None
@@ -221,7 +213,7 @@ def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
         return ()
     if call.op in MASKED:
         return ((out.name, float(prod(out.shape[: MASKED[call.op]]))),)  # the mask
-    if call.op in ("aten.linear", "aten.matmul"):
+    if call.op in FOLDED:
         copies = dict(copied_operands(graph, node))
         return tuple((name, copies[name]) for name in needed_factors(graph, node) if name in copies)
     if call.op == "aten.cross_entropy_loss":

@@ -6,14 +6,11 @@ last holder releases it. Changes are only written down as they happen; sums are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hapx.cost.terms import Vector
-
-Words = Callable[[], str] | str  # what a moment is called; asked for only where it is the worst one
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +43,7 @@ class Heap:
 
     def __init__(self, start: Vector):
         self._changes, self._signs, self._none = [start], [1.0], np.zeros_like(start)
-        self.moments: list[Words] = []
+        self.moments: list[str] = []
         self._at: list[int] = []
         self._extra: list[Vector] = []
 
@@ -55,7 +52,7 @@ class Heap:
         """How many there were so far: an index of `Levels.after`."""
         return len(self._changes) - 1
 
-    def note(self, moment: Words, extra: Vector | None = None) -> None:
+    def note(self, moment: str, extra: Vector | None = None) -> None:
         """A moment to look at. extra: what is there only then."""
         self.moments.append(moment)
         self._at.append(len(self._changes) - 1)
@@ -67,8 +64,7 @@ class Heap:
         self._signs.append(1.0)
 
     def new(self, size: Vector) -> Storage:
-        self._changes.append(size)
-        self._signs.append(1.0)
+        self.add(size)
         return Storage(size)
 
     def release(self, storage: Storage | None) -> None:

@@ -14,9 +14,8 @@ Invariant: it counts storages. A view holds its base; a cotangent that is handed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from hapx.cost.compute import differentiable, is_view
 from hapx.cost.heap import Heap, Record, Storage
 from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
+from hapx.cost.numbering import Numbering
 from hapx.cost.on_cpu import kept_on_cpu, temporaries_on_cpu
 from hapx.cost.terms import Vector
 from hapx.cost.transients import (
@@ -34,7 +34,6 @@ from hapx.cost.transients import (
     kept_inside,
     kept_names,
     passes_cotangent,
-    placements_of,
     reordered,
 )  # fmt: skip
 from hapx.ir import FLOATING, Graph, Kind, Node, OpCall, TensorRef
@@ -77,30 +76,6 @@ def while_running(found: Peak, exact: CostModel) -> Vector:
     return found.running + found.left if exact.repeats > 1 else found.running
 
 
-class _Numbered:
-    """Numbers of properties: equal ones have one. Most are one object, or have one placement, which need not be hashed."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[str, int], int] = {}
-        self._objects: dict[int, int] = {}  # of properties that the caller holds
-        self._placements: dict[Placement, int] = {}
-        self._placed: dict[int, int] = {}  # by their identity
-        self.all: list[Property] = []  # by number
-
-    def __call__(self, properties: Sequence[Property]) -> list[int]:
-        known = self._objects
-        return [known[id(p)] if id(p) in known else self._new(p) for p in properties]
-
-    def _new(self, p: Property) -> int:
-        place = self._placed.get(id(p.placement))
-        if place is None:
-            place = self._placed[id(p.placement)] = self._placements.setdefault(p.placement, len(self._placements))
-        number = self._objects[id(p)] = self._numbers.setdefault((p.tensor, place), len(self.all))
-        if number == len(self.all):
-            self.all.append(p)
-        return number
-
-
 @dataclass(frozen=True, slots=True)
 class _Call:
     """What a call does to memory, by places among its outputs and operands, in that order; bytes per kind. view: its outputs share the storage of the
@@ -138,10 +113,6 @@ class _Route:
     hops: tuple[_Hop, ...]
 
 
-def _of(what: str, name: str) -> str:
-    return f"{what} of {name}"
-
-
 class _Walk:
     """Properties are numbered: everything is asked for by them, instruction after instruction. What alike instructions do is found once."""
 
@@ -152,11 +123,11 @@ class _Walk:
         self.triples = [i.triple for i in program.instructions]
         whole = Placement((REPLICATED,) * len(program.mesh.axes))
         inputs = [Property(n, whole) for n in graph.input_names]
-        numbered = _Numbered()
-        self.pre = [numbered(t.pre) for t in self.triples]
-        self.post = [numbered(t.post) for t in self.triples]
-        self.needs, self.gives, self.inputs = frozenset(numbered(program.needs)), numbered(program.gives), numbered(inputs)
-        self.properties = numbered.all
+        number = Numbering()
+        self.pre = [list(map(number, t.pre)) for t in self.triples]
+        self.post = [list(map(number, t.post)) for t in self.triples]
+        self.needs, self.gives, self.inputs = frozenset(map(number, program.needs)), list(map(number, program.gives)), list(map(number, inputs))
+        self.properties: list[Property] = number.values
         self.refs = [graph.refs[p.tensor] for p in self.properties]
         self.local = self.sizes.local(self.properties)
         self.last = {p: k for k, pre in enumerate(self.pre) for p in pre} | dict.fromkeys(self.gives, len(self.triples))
@@ -197,12 +168,8 @@ class _Walk:
         levels = self.heap.levels()
         (total, worst), (running, _) = levels.highest(), levels.highest(before)
         kept = levels.after[forward] - self.static + self.sizes.received()
-        return Peak(self.static, total, running, levels.after[-1] - self.static, kept, tuple(map(self._moment, worst.tolist())))
-
-    def _moment(self, worst: int) -> str:
-        """What a moment is called; -1: what is there all the time."""
-        words = self.heap.moments[worst] if worst >= 0 else "at rest"
-        return words if isinstance(words, str) else words()
+        moments = tuple("at rest" if k < 0 else self.heap.moments[k] for k in worst.tolist())
+        return Peak(self.static, total, running, levels.after[-1] - self.static, kept, moments)
 
     def _train(self) -> None:
         """Backward."""
@@ -227,7 +194,7 @@ class _Walk:
         heap, needs = self.heap, self.needs
         for k in range(start, stop):
             triple = self.triples[k]
-            if not [p for p in self.post[k] if p not in variables]:
+            if all(p in variables for p in self.post[k]):
                 continue
             if isinstance(triple.body, OpCall):
                 self._call(variables, k, triple, triple.body, keeps)
@@ -250,14 +217,13 @@ class _Walk:
             for p in self.post[k]:
                 variables[p] = self.heap.new(self.local[p])
         if keeps and does.keeps is not None:
-            record = self.records[k] = Record()
-            if does.keeps:
-                own = self.post[k] + self.pre[k]
-                for place in does.keeps:
-                    self._keep(record, variables[own[place]])
+            record, own = Record(), self.post[k] + self.pre[k]
+            self.records[k] = record
+            for place in does.keeps:
+                self._keep(record, variables[own[place]])
             if does.inside is not None:
                 record.kept.append(self.heap.new(does.inside))
-        self.heap.note(lambda: f"forward of {node.call.op} {node.outputs[0].name}", does.forward)
+        self.heap.note(f"forward of {node.call.op} {node.outputs[0].name}", does.forward)
 
     def _does(self, triple: Triple, body: OpCall) -> _Call:
         form = self.exact.form(triple)
@@ -267,12 +233,12 @@ class _Walk:
         return self.calls[form]
 
     def _look_at(self, triple: Triple, body: OpCall, node: Node) -> _Call:
-        graph, places = self.graph, placements_of(triple)
+        graph, places = self.graph, triple.placements
         keeps, inside = None, None
         if differentiable(graph, node):
             at = {p.tensor: place for place, p in enumerate((*triple.post, *triple.pre))}
             keeps = tuple(at[name] for name in dict.fromkeys(kept_names(graph, node, body)) if name in at)
-            size = self.sizes.sum(kept_inside(graph, node, body), places) + self.sizes.cpu * self.sizes.sum(kept_on_cpu(graph, node, triple), places)
+            size = self.sizes.sum(kept_inside(graph, node, body), places) + self.sizes.cpu * self.sizes.sum(kept_on_cpu(graph, node, places), places)
             inside = size if size.any() else None
         copied = reordered(graph, node)
 
@@ -282,8 +248,8 @@ class _Walk:
         return _Call(
             is_view(graph, node), keeps, inside,
             temporaries(forward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=False)),
-            temporaries(backward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=True)) if keeps is not None else None,
-            tuple(passes_cotangent(graph, node, i) for i in range(len(triple.pre))) if keeps is not None else (),
+            temporaries(backward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=True)),
+            tuple(passes_cotangent(graph, node, i) for i in range(len(triple.pre))),
             tuple(i for i, p in enumerate(triple.pre) if graph.refs[p.tensor].requires_grad),
         )  # fmt: skip
 
@@ -312,7 +278,7 @@ class _Walk:
             if hop.forward != "none":
                 made = self.heap.new(hop.made)
                 made.buffers, made.freed = hop.buffers, hop.freed
-                self.heap.note(partial(_of, hop.forward, ref.name), hop.buffers)
+                self.heap.note(f"{hop.forward} of {ref.name}", hop.buffers)
                 self.heap.release(current)
                 current = made
         variables[target] = current
@@ -364,7 +330,7 @@ class _Walk:
                 cotangent = arrived[0] if does.hands_on[place] else self.heap.new(self.local[pre[place]])
                 cotangent.holders += does.hands_on[place]
                 made.append((pre[place], cotangent))
-            self.heap.note(lambda: f"backward of {node.call.op} {node.outputs[0].name}", does.backward)
+            self.heap.note(f"backward of {node.call.op} {node.outputs[0].name}", does.backward)
         if record is not None:
             self._forget(record)
         for c in arrived:
@@ -410,7 +376,7 @@ class _Walk:
             if hop.backward == "none" or current is None:
                 continue
             made = self.heap.new(hop.made_back)
-            self.heap.note(partial(_of, f"{hop.backward} of the cotangent", ref.name), hop.buffers_back)
+            self.heap.note(f"{hop.backward} of the cotangent of {ref.name}", hop.buffers_back)
             self.heap.release(current)
             current = made
         self._arrive(k, source, route.axes, current)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from hapx.cost.compute import FACTORS, VIEWS, copied_operands, differentiable, hidden, is_view, needed_factors, tensor
+from hapx.cost.compute import FACTORS, copied_operands, differentiable, hidden, is_view, needed_factors, tensor
 from hapx.cost.once import once, once_per_node
 from hapx.cost.saves import SAVES_OF_SMALL
-from hapx.cost.strides import ATTENTION
+from hapx.cost.strides import ATTENTION, VIEWS
 from hapx.errors import HapError
 from hapx.ir import FLOATING, Graph, Kind, Node, Region, TensorRef, iter_refs
 

@@ -29,6 +29,7 @@ from hapx.cost.copies import BUCKET, ENTERED, NO_COPIES, Copies, copied, copies,
 from hapx.cost.edges import Edge, EdgePrices
 from hapx.cost.memory import UPDATE_PASSES
 from hapx.cost.network import SCALAR_BYTES, AxisLinks, Network
+from hapx.cost.numbering import Numbering
 from hapx.cost.recut import moved
 from hapx.cost.terms import Piece, Shares, Term, Vector, maximum
 from hapx.cost.view import View
@@ -101,7 +102,7 @@ class CostModel:
         self._forgotten = memory.forgotten(self.graph) if mode == "train" else frozenset()
         self._converted_again = memory.converted_again(self.graph) if mode == "train" else frozenset()
         self._signatures: dict[int, int] = {}
-        self.number = _Numbers()  # of states, communications and the like, for keys of caches
+        self.number = Numbering()  # of states, communications and the like, for keys of caches
         self._forms: dict[int, tuple[Triple, Any]] = {}  # by identity of a triple
         self._see(View(theory.mesh, cluster, lengths))
 
@@ -242,7 +243,7 @@ class CostModel:
         return node.call.target, values, tensors, lies(self.graph, node), again, tuple(dtype for _, dtype in node.casts)
 
     def _instruction(self, triple: Triple, node: Node, body: OpCall) -> StepCost:
-        placements = {p.tensor: p.placement for p in (*triple.pre, *triple.post)}
+        placements = triple.placements
         does = work(self.graph, node)
         cuts = triple.work or (None,) * len(self.theory.mesh.axes)
         everywhere = list(placements.values())
@@ -495,31 +496,6 @@ class CostModel:
 
 
 _PRICED_AS = {"reduce_scatter": "all_gather"}
-
-
-class _Numbers:
-    """Numbers for deeply nested values, so that keys of caches are quick: hashing a placement takes longer than finding a cost. An object
-    that was seen before is known by its identity; it is held, so that its identity stays its own."""
-
-    def __init__(self) -> None:
-        self._values: dict[Any, int] = {}
-        self._objects: dict[int, tuple[Any, int]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_values": self._values, "_objects": {}}  # in another process objects have other identities
-
-    def __call__(self, value: object) -> int:
-        known = self._objects.get(id(value))
-        if known is None:
-            known = self._objects[id(value)] = (value, self.of_value(value))
-        return known[1]
-
-    def of_value(self, value: object) -> int:
-        return self._values.setdefault(value, len(self._values))
-
-    def of_placement(self, placement: Placement) -> tuple[int, ...]:
-        """The states' numbers, then the nest's."""
-        return (*[self(s) for s in placement.states], self(placement.nest))
 
 
 def _axes(body: OpCall, argument: str) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ _CUTS = frozenset({"aten.slice", "aten.narrow"})
 _EXPANDS = frozenset({"aten.expand", "aten.expand_as", "aten.broadcast_to"})
 _SCATTERED = frozenset({"aten.diagonal", "aten.unfold"})  # views whose elements lie in no simple order
 _STRIDING = frozenset(MOVES) | _SPLITS | _CUTS | _EXPANDS | _SCATTERED  # may make other strides of contiguous ones
+VIEWS = _STRIDING | RESHAPES | _SAME  # outputs share the storage of their operand (of a reshape, see `is_viewed`)
 
 
 def contiguous(shape: tuple[int, ...]) -> Strides:
@@ -99,7 +100,7 @@ def _made(graph: Graph, node: Node, found: Mapping[str, Strides | None]) -> list
         return usual
     source = operands[0]
     own = found.get(source.name, contiguous(source.shape))
-    if op in MOVES or op in RESHAPES or op in _SAME or op in _SPLITS or op in _CUTS or op in _EXPANDS:
+    if op in VIEWS:
         return usual if own is None and op in RESHAPES else [_seen(node, source, own, o) for o in node.outputs]
     if op == ATTENTION and not node.call.get("dropout_p") and own is not None:
         return [_dense(node.outputs[0].shape, _order(own))]

@@ -14,13 +14,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hapx.cost.compute import CASTS, VIEWS, is_view, tensor
+from hapx.cost.compute import CASTS, is_view, tensor
 from hapx.cost.compute import hidden as hidden_of_node
 from hapx.cost.memory import saved as saved_by_node
+from hapx.cost.strides import VIEWS
 from hapx.cost.terms import Vector
 from hapx.ir import CONVOLUTIONS, Graph, Node, OpCall
-from hapx.plan import Axes, Form, Triple
-from hapx.states import Placement
+from hapx.plan import Axes, Form
 
 Sizes = tuple[tuple[str, float], ...]  # (tensor whose placement they have, bytes)
 
@@ -74,11 +74,6 @@ def kept_inside(graph: Graph, node: Node, body: OpCall) -> Sizes:
     if body.target == "hapx.cross_entropy" and _axes(body, "classes"):
         return ((node.call["target"].name, 8.0 * graph.refs[node.call["target"].name].size),)  # highest logit and log of the sum, per row
     return hidden_of_node(graph, node)
-
-
-def placements_of(triple: Triple) -> dict[str, Placement]:
-    """Where a call has its operands and results."""
-    return {p.tensor: p.placement for p in (*triple.pre, *triple.post)}
 
 
 def forward_temporaries(graph: Graph, node: Node, body: OpCall) -> Sizes:

@@ -12,6 +12,7 @@ Invariant: for every way to do the step with a choice there is a move of that ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from operator import mul, truediv
 from typing import NamedTuple, TypeVar
 
@@ -43,7 +44,13 @@ class Use(NamedTuple):
     conversion: Conversion | None
 
 
-Way = tuple[Effect, tuple[int, ...], tuple[Use, ...]]  # to have operands where they are wanted: what it costs, masks afterwards, how
+class Way(NamedTuple):
+    """To have operands where they are wanted: masks afterwards, and how. `place`: what it makes available, of all slots."""
+
+    effect: Effect
+    place: int
+    masks: tuple[int, ...]
+    uses: tuple[Use, ...]
 
 
 class Option(NamedTuple):
@@ -62,7 +69,7 @@ class Move(NamedTuple):
     uses: tuple[Use, ...]
 
 
-Item = TypeVar("Item", Option, Move)
+Item = TypeVar("Item", Option, Way, Move)
 
 
 class Moves:
@@ -111,7 +118,7 @@ class Moves:
         for result, offset, given in zip(kind.results, kind.result_offsets, choice.gives, strict=True):
             if result.live:
                 made |= result.table.closure(given) << offset
-        for effect, after, uses in self._operands(kind, choice, masks):
+        for effect, _, after, uses in self._operands(kind, choice, masks):
             place = made
             for slot, offset, mask in zip(kind.slots, kind.slot_offsets, after, strict=True):
                 if slot.live:
@@ -119,35 +126,29 @@ class Moves:
             yield Move(compose(effect, last) if effect is not self.nothing else last, place, choice, uses)
 
     def _operands(self, kind: StepClass, choice: Choice, masks: tuple[int, ...]) -> list[Way]:
-        """Ways to have every operand where the choice needs it, one for all that it can stand for."""
-        ways: list[Way] = [(self.nothing, masks, ())]
+        """Ways to have every operand where the choice needs it. Of many, those that others cover are left out on the way: whatever follows, they are
+        no better. Raises Crowded."""
+        ways = [Way(self.nothing, 0, masks, ())]
         slots = [slot for slot, _ in choice.needs]
+        offsets = list(accumulate((len(slot.table.placements) for slot in kind.slots), initial=0))
         for slot, target in choice.needs:
             table = kind.slots[slot].table
             tracked = kind.slots[slot].live or slots.count(slot) > 1
             ways = [
-                (
+                Way(
                     compose(effect, option.effect) if option.effect is not self.nothing else effect,
+                    place | option.place << offsets[slot],
                     after[:slot] + (option.place,) + after[slot + 1 :] if tracked else after,
                     (*uses, Use(slot, target, option.kept, option.conversion)),
                 )
-                for effect, after, uses in ways
+                for effect, place, after, uses in ways
                 for option in self.options(table, after[slot], target, tracked)
             ]
             if len(ways) > MANY:
-                ways = self._fewer(ways)
+                ways = list(self._undominated(ways))
                 if self.memory and len(ways) > MOST:
                     raise Crowded
         return ways
-
-    def _fewer(self, ways: list[Way]) -> list[Way]:
-        """Without those that another one covers which leaves the same placements: whatever follows, it is no worse."""
-        groups: dict[tuple[int, ...], list[Way]] = {}
-        for way in sorted(ways, key=lambda way: (way[0].weight, sum(way[0].memory))):
-            kept = groups.setdefault(way[1], [])
-            if not any(cheaper(other[0], way[0], self.memory) for other in kept):
-                kept.append(way)
-        return [way for kept in groups.values() for way in kept]
 
     def options(self, table: TensorTable, mask: int, target: int, tracked: bool) -> tuple[Option, ...]:
         """Ways to have a tensor in `target`; mask 0: a parameter that is not stored yet. tracked: what is available afterwards counts."""

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hapx.cost.compute import lies, work
 from hapx.cost.memory import converted_again, forgotten, kept
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.table import TermTable
 from hapx.errors import PlanError
-from hapx.ir import Graph, Kind, Node, OpCall, Ref, TensorRef
-from hapx.plan import Triple
+from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef
+from hapx.plan import Instruction, Triple
 from hapx.restriction import Restriction
 from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
 from hapx.synth.forbidden import NOTHING, Forbidden
@@ -32,8 +32,7 @@ from hapx.theory.factors import form_allowed, gathered
 from hapx.theory.triple import Theory
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A tensor that a step reads. fixed: it is not tracked (mask known: 0 for a parameter's only use, everything for inputs); live: it is
     tracked and used again later."""
 
@@ -42,8 +41,7 @@ class Slot:
     live: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """A tensor that a step makes; live: it is used later."""
 
     table: TensorTable
@@ -117,7 +115,7 @@ class Problem:
     exposed: float = 1.0  # how much of the sums of gradients counts, where the rest is taken to run behind backward; see `hapx.overlap`
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
     written: dict[Any, Any] = field(default_factory=dict)  # by choices, what `hapx.synth.writer` made of them
-    instructions: dict[Any, Any] = field(default_factory=dict)  # of its programs, most of which several have
+    instructions: dict[Any, Instruction] = field(default_factory=dict)  # of its programs; see `hapx.synth.writer`
     repetition: Any = None  # see `hapx.synth.periods`; made when first searched
     grid: Any = None  # see `hapx.synth.grid`; made when first searched
     outline: Any = None  # see `hapx.synth.outline`; made when first searched
@@ -321,36 +319,32 @@ class _Builder:
         return None
 
     def _node(self, k: int, bits: _Registers) -> Step:
-        node, tables, last = self.graph.nodes[k], self.tables, self.last
+        node = self.graph.nodes[k]
         read = [p.tensor for p in self.triples[k][0].pre]
         tensors = tuple(dict.fromkeys(read))
         outputs = tuple([o.name for o in node.outputs])
-        occurrences = tuple([tensors.index(name) for name in read])
-        slots = tuple([self._slot(k, name) for name in tensors])
-        results = tuple([(id(tables[name]), name in last) for name in outputs])
-        quick = self.alike[k], occurrences, slots, results, self._circumstances(k, node)
-        kind = self.known.get(quick)
-        if kind is None:
-            kind = self.known[quick] = self._class(k, tensors, outputs, occurrences)
-        return self._step(k, kind, tensors, outputs, bits)
-
-    def _circumstances(self, k: int, node: Node) -> Any:
-        """What, beside its triples and the tensors that it reads and makes, the cost of a node depends on."""
-        lying = lies(self.graph, node)
-        if not (self.graph.regions or node.casts):
-            return lying
-        first = node.outputs[0].name
-        again = first in self.graph.recomputed, first in self.forgotten
-        return lying, again, tuple(dtype for _, dtype in node.casts), self._regions(k)
-
-    def _class(self, k: int, tensors: tuple[str, ...], outputs: tuple[str, ...], occurrences: tuple[int, ...]) -> StepClass:
-        node, triples = self.graph.nodes[k], self.triples[k]
         slots = self._slots(k, tensors)
-        results = tuple(Result(self.tables[name], name in self.last) for name in outputs)
+        results = tuple([Result(self.tables[name], name in self.last) for name in outputs])
+        occurrences = tuple([tensors.index(name) for name in read])
+        quick = (self.alike[k], occurrences, _keys(slots), _keys(results), *self._circumstances(k))
+        if quick not in self.known:
+            self.known[quick] = self._class(k, tensors, occurrences, slots, results)
+        return self._step(k, self.known[quick], tensors, outputs, bits)
+
+    def _circumstances(self, k: int) -> tuple[Any, ...]:
+        """What, beside its triples and the tensors that it reads and makes, the cost of a node depends on."""
+        node, first = self.graph.nodes[k], self.graph.nodes[k].outputs[0].name
+        again = first in self.graph.recomputed, first in self.forgotten
+        return lies(self.graph, node), again, tuple([dtype for _, dtype in node.casts]), self._regions(k)
+
+    def _class(
+        self, k: int, tensors: tuple[str, ...], occurrences: tuple[int, ...], slots: tuple[Slot, ...], results: tuple[Result, ...]
+    ) -> StepClass:
+        node, triples = self.graph.nodes[k], self.triples[k]
         coded = tuple(self._signature(t) for t in triples)
         # the cost model gives one cost object to alike nodes: its identity tells apart what only it can see
         call = (_shape_of_call(node.call, tensors), self._regions(k), occurrences)
-        key = (id(self.costs.instruction(triples[0])), call, _keys(slots), tuple((id(r.table), r.live) for r in results), coded)
+        key = (id(self.costs.instruction(triples[0])), call, _keys(slots), _keys(results), coded)
         if key not in self.classes:
             self.classes[key] = StepClass(slots, results, tuple(self._choice(i, t, tensors) for i, t in enumerate(triples)))
         return self.classes[key]
@@ -377,15 +371,10 @@ class _Builder:
         return self._step(k, self.classes[key], (name,), (), bits)
 
     def _slots(self, k: int, tensors: tuple[str, ...]) -> tuple[Slot, ...]:
-        return tuple(Slot(self.tables[n], fixed := self._fixed(n), fixed is None and self.last[n] > k) for n in tensors)
-
-    def _slot(self, k: int, name: str) -> tuple[int, int | None, bool]:
-        """As `_keys` of its slot."""
-        fixed = None if name in self.graph.producer else self._fixed(name)
-        return id(self.tables[name]), fixed, fixed is None and self.last[name] > k
+        return tuple([Slot(self.tables[n], fixed := self._fixed(n), fixed is None and self.last[n] > k) for n in tensors])
 
     def _regions(self, k: int) -> tuple[Any, ...]:
-        return tuple((r.kind, r.options) for r in self.graph.regions if r.start <= k < r.stop)
+        return tuple([(r.kind, r.options) for r in self.graph.regions if r.start <= k < r.stop])
 
     def _step(self, k: int, kind: StepClass, tensors: tuple[str, ...], outputs: tuple[str, ...], bits: _Registers) -> Step:
         live = bits.live()
@@ -439,8 +428,9 @@ def _form(body: Any) -> Any:
     return body["form"] if gathered(body) is not None else None
 
 
-def _keys(slots: tuple[Slot, ...]) -> tuple[Any, ...]:
-    return tuple((id(s.table), s.fixed, s.live) for s in slots)
+def _keys(parts: Sequence[Slot] | Sequence[Result]) -> tuple[Any, ...]:
+    """With the identities of their tables."""
+    return tuple([(id(table), *rest) for table, *rest in parts])
 
 
 def _shape_of_call(call: OpCall, tensors: tuple[str, ...]) -> tuple[Any, ...]:

@@ -5,9 +5,8 @@ In: the last partial program of a search. Out: a `Solution`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hapx.cost.model import StepCost
 from hapx.cost.terms import Term
@@ -87,18 +86,14 @@ class _Writer:
             (use,) = move.uses
             self.gives.append(Property(step.tensors[0], self.problem.tables[step.tensors[0]].placements[use.target]))
             return
-        self.instructions.append(self._known((level, move.choice.index), lambda: self.problem.triples[level][move.choice.index]))
+        known, key = self.problem.instructions, (level, move.choice.index)
+        if key not in known:
+            known[key] = Instruction(self.problem.triples[level][move.choice.index])
+        self.instructions.append(known[key])
         if move.choice.cost is not None:
             self.steps.append(move.choice.cost)
         for name, given in zip(step.outputs, move.choice.gives, strict=True):
             self.have[name] = {given: None}
-
-    def _known(self, key: Any, triple: Callable[[], Triple]) -> Instruction:
-        """The problem's one instruction of this kind."""
-        known: Instruction | None = self.problem.instructions.get(key)
-        if known is None:
-            known = self.problem.instructions[key] = Instruction(triple())
-        return known
 
     def _free(self, name: str, table: TensorTable, target: int) -> None:
         """Make a placement that is free from one that is there."""
@@ -108,11 +103,11 @@ class _Writer:
             self._convert(name, table, source, target, table.free_path(source, target))
 
     def _convert(self, name: str, table: TensorTable, source: int, target: int, path: tuple[Communication, ...]) -> None:
-        def triple() -> Triple:
+        known, key = self.problem.instructions, (name, source, target, id(path))  # of a path that the instruction holds
+        if key not in known:
             pre, post = Property(name, table.placements[source]), Property(name, table.placements[target])
-            return Triple(None, (pre,), (post,), path)
-
-        self.instructions.append(self._known((name, source, target, id(path)), triple))
+            known[key] = Instruction(Triple(None, (pre,), (post,), path))
+        self.instructions.append(known[key])
         self.have[name][target] = None
 
     def needs(self) -> tuple[Property, ...]:

@@ -16,6 +16,7 @@ from hapx.cost.on_cpu import kept_on_cpu, temporaries_on_cpu
 from hapx.graph.capture import capture
 from hapx.planner import plan_graphs
 from support.clusters import ONE
+from support.saved import bytes_beside, keeping
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
@@ -34,24 +35,14 @@ def test_an_lstm_keeps_its_workspace(layers: int, both: bool, width: int) -> Non
     module = Recurrent(layers, both, width)
     x, y = torch.randn(16, 20, width, requires_grad=True), torch.randn(16, 20)
     graph = capture(module, (x, y))
-    fixed = {t.untyped_storage().data_ptr() for t in (*module.parameters(), x, y)}
-    kept: dict[int, int] = {}
-    held = []
-
-    def keep(t: Tensor) -> Tensor:
-        if t.untyped_storage().data_ptr() not in fixed:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            held.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with keeping() as kept:
         module.lstm(x)
     node = next(n for n in graph.nodes if n.call.op == "aten.lstm")
     plan = plan_graphs([graph], ONE)
     (triple,) = [i.triple for i in plan.stages[0].programs[plan.first].instructions if i.triple.node == graph.nodes.index(node)]
     names = [n for n in saved(node, graph) if n in graph.producer or n in graph.input_names]
-    said = sum(graph.refs[n].bytes for n in names) + sum(size for _, size in (*hidden(graph, node), *kept_on_cpu(graph, node, triple)))
-    assert said == pytest.approx(sum(kept.values()), rel=0.1)
+    said = sum(graph.refs[n].bytes for n in names) + sum(size for _, size in (*hidden(graph, node), *kept_on_cpu(graph, node, triple.placements)))
+    assert said == pytest.approx(bytes_beside(kept, (*module.parameters(), x)), rel=0.1)
 
 
 class Convolution(nn.Module):

@@ -19,7 +19,8 @@ from hapx.graph.capture import capture
 from hapx.ir import Graph, Kind
 from hapx.theory.derive import derive
 from support.clusters import ONE
-from support.interpret import module_tensors, run_graph
+from support.interpret import run_module
+from support.saved import bytes_beside, keeping
 from support.theories import GraphBuilder, flat
 from support.zoo import TINY
 
@@ -138,26 +139,15 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
 }  # fmt: skip
 
 
-def run(name: str) -> tuple[Graph, dict[str, Tensor], dict[int, int]]:
-    """The graph, its tensors as torch makes them, and what autograd keeps of them: bytes by storage."""
+def run(name: str) -> tuple[Graph, dict[str, Tensor], int]:
+    """The graph, its tensors as torch makes them, and the bytes that autograd keeps beside what the model is given."""
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     module, given_ = make(), inputs()
     graph = capture(module, given_)
-    tensors = {**module_tensors(module), **dict(zip(graph.input_names, given_, strict=True))}
-    fixed = {t.untyped_storage().data_ptr() for t in tensors.values()}
-    kept: dict[int, int] = {}
-    held = []  # so that no address is used again
-
-    def keep(t: Tensor) -> Tensor:
-        if t.untyped_storage().data_ptr() not in fixed:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            held.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        made = run_graph(graph, tensors)
-    return graph, made, kept
+    with keeping() as kept:
+        made = run_module(graph, module, given_)
+    return graph, made, bytes_beside(kept, (*module.parameters(), *module.buffers(), *given_))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -192,17 +182,22 @@ def test_what_a_model_keeps_is_what_autograd_keeps(name: str) -> None:
 
     names = {base(tensor) for node in graph.nodes for tensor in saved(node, graph)}
     found = sum(graph.refs[n].bytes for n in names if n in graph.producer) + sum(size for node in graph.nodes for _, size in hidden(graph, node))
-    assert 0 <= sum(kept.values()) - found <= 8
+    assert 0 <= kept - found <= 8
+
+
+def two_products(rows: int, columns: int) -> Graph:
+    """A transpose, a linear layer behind it, and the same layer of what is not transposed."""
+    b = GraphBuilder()
+    b.tensor("x", (rows, columns, 8))
+    b.parameter("w", 8, 8)
+    b.call("t", "aten.transpose.int", (columns, rows, 8), self="x", dim0=0, dim1=1)
+    b.call("y", "aten.linear.default", (columns, rows, 8), input="t", weight="w", bias=None)
+    b.call("z", "aten.linear.default", (rows, columns, 8), input="x", weight="w", bias=None)
+    return b.graph("y", "z")
 
 
 def test_a_product_copies_what_it_cannot_fold() -> None:
-    b = GraphBuilder()
-    b.tensor("x", (4, 6, 8))
-    b.parameter("w", 8, 8)
-    b.call("t", "aten.transpose.int", (6, 4, 8), self="x", dim0=0, dim1=1)
-    b.call("y", "aten.linear.default", (6, 4, 8), input="t", weight="w", bias=None)
-    b.call("z", "aten.linear.default", (4, 6, 8), input="x", weight="w", bias=None)
-    g = b.graph("y", "z")
+    g = two_products(4, 6)
     size = 4 * 6 * 8 * 4.0
     assert [copied_operands(g, n) for n in g.nodes][1:3] == [(("t", size),), ()]
     assert saved(g.nodes[1], g) == () and hidden(g, g.nodes[1]) == (("t", size),)
@@ -211,13 +206,7 @@ def test_a_product_copies_what_it_cannot_fold() -> None:
 
 def test_products_of_operands_that_lie_otherwise_cost_otherwise() -> None:
     """The same operator on the same shapes, once behind a transpose."""
-    b = GraphBuilder()
-    b.tensor("x", (6, 6, 8))
-    b.parameter("w", 8, 8)
-    b.call("t", "aten.transpose.int", (6, 6, 8), self="x", dim0=0, dim1=1)
-    b.call("y", "aten.linear.default", (6, 6, 8), input="t", weight="w", bias=None)
-    b.call("z", "aten.linear.default", (6, 6, 8), input="x", weight="w", bias=None)
-    g = b.graph("y", "z")
+    g = two_products(6, 6)
     theory = derive(g, flat(1))
     costs = CostModel(theory, ONE, "fp32", "sgd", "train")
     assert theory.alike[1] == theory.alike[2]

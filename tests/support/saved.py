@@ -1,8 +1,10 @@
-"""What autograd keeps for backward of a sample call, seen by its saved-tensor hooks."""
+"""What autograd keeps for backward, of a sample call or of anything, seen by its saved-tensor hooks."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,24 +17,36 @@ from hapx.theory.settings import Dealt, Setting
 ALONE = Setting(Mesh("alone", (Axis("d", 1, "devices"),), (0,), 0), Dealt(1, None, 1))
 
 
-def kept_by_autograd(sample: Sample) -> tuple[set[str], int]:
-    """(operands and outputs that are kept, bytes of other storages that are)."""
-    case = truth(sample)
+@contextmanager
+def keeping() -> Iterator[list[Tensor]]:
+    """The tensors that are kept for backward of what is done inside."""
     kept: list[Tensor] = []
 
     def note(t: Tensor) -> Tensor:
         kept.append(t)
         return t
 
+    with saved_tensors_hooks(note, lambda t: t):
+        yield kept
+
+
+def bytes_beside(kept: Iterable[Tensor], known: Iterable[Tensor]) -> int:
+    """Bytes of the storages of kept tensors that are not those of known ones."""
+    storages = set(map(_storage, known))
+    return sum({_storage(t): t.untyped_storage().nbytes() for t in kept if _storage(t) not in storages}.values())
+
+
+def kept_by_autograd(sample: Sample) -> tuple[set[str], int]:
+    """(operands and outputs that are kept, bytes of other storages that are)."""
+    case = truth(sample)
     leaves = [x.clone().requires_grad_(r.requires_grad) for x, r in zip(case.operands, case.refs, strict=True)]
-    with saved_tensors_hooks(note, lambda t: t), warnings.catch_warnings():
+    with keeping() as kept, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outputs = _call(case.node.call, leaves, ALONE, (0,), {})
     names = {_storage(x): r.name for x, r in zip(leaves, case.refs, strict=True)}
     for x, r in zip(outputs, case.node.outputs, strict=True):
         names.setdefault(_storage(x), r.name)
-    others = {_storage(t): t.untyped_storage().nbytes() for t in kept if _storage(t) not in names}
-    return {names[_storage(t)] for t in kept if _storage(t) in names}, sum(others.values())
+    return {names[_storage(t)] for t in kept if _storage(t) in names}, bytes_beside(kept, [*leaves, *outputs])
 
 
 def _storage(t: Tensor) -> int:

@@ -6,9 +6,8 @@ from math import prod
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
+from benchmarks.memory import Tagger
 from benchmarks.planning_cases import case
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
@@ -36,20 +35,9 @@ def test_the_best_program_does_not_depend_on_when_covered_ways_are_left_out(seed
     assert costs[0] == pytest.approx(costs[10**9], rel=1e-12)
 
 
-class Tagger(nn.Module):
-    """One step reads 16 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(80, 32), nn.Linear(64, 9)
-        self.lstm = nn.LSTM(32, 32, 2, batch_first=True, bidirectional=True)
-
-    def forward(self, tokens: Tensor, tags: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.lstm(self.tokens(tokens))[0]).flatten(0, 1), tags.flatten())
-
-
 def test_a_step_of_many_parameters_has_few_moves() -> None:
-    graph = capture(Tagger(), (torch.randint(0, 80, (32, 15)), torch.randint(0, 9, (32, 15))))
+    """16 parameters are read by one."""
+    graph = capture(Tagger(80, 32, 9), (torch.randint(0, 80, (32, 15)), torch.randint(0, 9, (32, 15))))
     speeds = {"fast": ("3e9", "1 GB/s"), "middle": ("2e9", "0.6 GB/s"), "weak": ("1e9", "0.5 GB/s")}
     cluster = ClusterSpec.load(
         {

@@ -1,0 +1,40 @@
+"""Numbers in the place of values that take long to hash: placements, properties, communications.
+
+In: values. Out: a number for each, from 0 on, equal ones for equal values. Invariant: a number stays what it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hapx.states import Placement
+
+
+class Numbering:
+    """Numbers for deeply nested values, so that keys of caches are quick: hashing a placement takes longer than finding a cost. An object
+    that was seen before is known by its identity; it is held, so that its identity stays its own."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, int] = {}
+        self._objects: dict[int, tuple[Any, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_values": self._values, "_objects": {}}  # in another process objects have other identities
+
+    def __call__(self, value: object) -> int:
+        known = self._objects.get(id(value))
+        if known is None:
+            known = self._objects[id(value)] = (value, self.of_value(value))
+        return known[1]
+
+    def of_value(self, value: object) -> int:
+        return self._values.setdefault(value, len(self._values))
+
+    @property
+    def values(self) -> list[Any]:
+        """By number."""
+        return list(self._values)
+
+    def of_placement(self, placement: Placement) -> tuple[int, ...]:
+        """The states' numbers, then the nest's."""
+        return (*[self(s) for s in placement.states], self(placement.nest))
