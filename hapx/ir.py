@@ -29,7 +29,7 @@ class Kind(Enum):
     __hash__ = object.__hash__  # quicker than that of its name: kinds are parts of many keys
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorRef:
     """A tensor of the graph. `name` of parameters and buffers is their fully qualified name in the module. `dtype`: "float32".
     `mutated`: a buffer that an operator of this graph writes in place (running statistics): it is only used as it is stored."""
@@ -41,11 +41,11 @@ class TensorRef:
     requires_grad: bool
     mutated: bool = False
 
-    @property
+    @cached_property
     def size(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return self.size * DTYPE_BYTES[self.dtype]
 
@@ -83,14 +83,8 @@ class TorchConst:
 Value = Any
 
 
-class _Referring:
-    """Asked for its references again and again; they are no field: not compared, shown or saved."""
-
-    __slots__ = ("_refs",)
-
-
-@dataclass(frozen=True, slots=True)
-class OpCall(_Referring):
+@dataclass(frozen=True)
+class OpCall:
     """A call of `target` ("aten.linear.default", or a composite "hapx.<name>") with named arguments."""
 
     target: str
@@ -113,19 +107,18 @@ class OpCall(_Referring):
         assert set(changes) <= {k for k, _ in self.args}, (self.target, changes)
         return OpCall(self.target, tuple((k, changes.get(k, v)) for k, v in self.args))
 
-    @property
+    @cached_property
     def op(self) -> str:
         """Name without overload: "aten.linear"."""
         return _without_overload(self.target)
 
     def refs(self) -> tuple[str, ...]:
         """Names of tensor arguments in order of appearance, with repetitions."""
-        try:
-            return self._refs  # type: ignore[no-any-return, attr-defined]
-        except AttributeError:
-            found = tuple([r.name for _, value in self.args for r in iter_refs(value)])
-            object.__setattr__(self, "_refs", found)
-            return found
+        return self._refs
+
+    @cached_property
+    def _refs(self) -> tuple[str, ...]:
+        return tuple([r.name for _, value in self.args for r in iter_refs(value)])
 
     def __str__(self) -> str:
         return f"{self.target}({', '.join(f'{k}={_show(v)}' for k, v in self.args)})"
@@ -285,6 +278,11 @@ class Graph:
             for name in dict.fromkeys(node.call.refs()):
                 uses[name].append(i)
         return {k: tuple(v) for k, v in uses.items()}
+
+    @cached_property
+    def sources(self) -> tuple[TensorRef, ...]:
+        """Inputs and stored constants: whole on every device from the start. (Constants that a node makes are values like any other.)"""
+        return tuple(r for r in self.refs.values() if r.kind in (Kind.INPUT, Kind.CONSTANT) and r.name not in self.producer)
 
     @cached_property
     def segments(self) -> int:

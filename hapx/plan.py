@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.ir import Graph, OpCall, Value
+from hapx.numbering import Numbering
 from hapx.parts import part
 from hapx.restriction import Restriction
 from hapx.states import Cut, Placement, Property, Row, State
@@ -187,6 +188,17 @@ class ProgramKey:
 
 
 @dataclass(frozen=True, slots=True)
+class Numbered:
+    """A program with numbers for its properties. read, made: of each instruction, in order; needs, gives: the program's."""
+
+    properties: tuple[Property, ...]
+    read: tuple[tuple[int, ...], ...]
+    made: tuple[tuple[int, ...], ...]
+    needs: tuple[int, ...]
+    gives: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """Instructions that lead from `needs` (parameters and buffers as stored, inputs Replicated) to `gives` (the graph's outputs)."""
 
@@ -195,6 +207,17 @@ class Program:
     instructions: tuple[Instruction, ...]
     needs: tuple[Property, ...]
     gives: tuple[Property, ...]
+
+    @cached_property
+    def numbered(self) -> Numbered:
+        number = Numbering()
+
+        def numbers(properties: tuple[Property, ...]) -> tuple[int, ...]:
+            return tuple([number(p) for p in properties])
+
+        read, made = (tuple([numbers(getattr(i.triple, side)) for i in self.instructions]) for side in ("pre", "post"))
+        needs, gives = numbers(self.needs), numbers(self.gives)
+        return Numbered(tuple(number.values), read, made, needs, gives)
 
     def __str__(self) -> str:
         lines = [f"needs {' '.join(map(str, self.needs))}"]

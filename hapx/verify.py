@@ -104,7 +104,7 @@ def _verify_ends(program: Program, graph: Graph, storage: Mapping[str, Placement
     """A program needs all that there is at the start, and gives the graph's outputs in order."""
     whole = Placement((REPLICATED,) * len(program.mesh.axes))
     given = {Property(name, p) for name, p in storage.items()}
-    given |= {Property(r.name, whole) for r in graph.refs.values() if r.kind in (Kind.INPUT, Kind.CONSTANT) and r.name not in graph.producer}
+    given |= {Property(r.name, whole) for r in graph.sources}
     if set(program.needs) != given or len(program.needs) != len(given):
         odd = set(program.needs) ^ given
         raise PlanError(f"needs other things than it is given: {', '.join(sorted(map(str, odd))) or 'one of them twice'}", where=where)

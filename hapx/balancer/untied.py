@@ -15,13 +15,10 @@ from typing import NamedTuple
 
 from hapx.balancer.lp import Objective, objective
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
-from hapx.cost.numbering import Numbering
 from hapx.cost.terms import Piece, Term
 from hapx.ir import Kind, OpCall, TensorRef
-from hapx.plan import Communication, Form, Program, Triple
+from hapx.plan import Communication, Form, Numbered, Program, Triple
 from hapx.states import Cut, Placement, Property, Row, Sharded, State
-
-Key = int  # the number of a property
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +59,11 @@ class Untied:
     # ---- the program ----------------------------------------------------------------------------------------------------
 
     def _events(self, storage_of: Mapping[str, Placement], part_of: Sequence[int]) -> list[Event]:
-        number, triples = Numbering(), [i.triple for i in self.program.instructions]
-        read = [list(map(number, t.pre)) for t in triples]
-        given = [list(map(number, t.post)) for t in triples]
-        users = _users(triples, read, given, part_of)
-        stored = (number(Property(name, placement)) for name, placement in storage_of.items())
-        made = {key: users[key] for key in stored if key in users}
+        numbered, triples = self.program.numbered, [i.triple for i in self.program.instructions]
+        users = _users(triples, numbered, part_of)
+        made = {key: users[key] for key in numbered.needs if key in users and numbered.properties[key].tensor in storage_of}
         events = []
-        for triple, before, after in zip(triples, read, given, strict=True):
+        for triple, before, after in zip(triples, numbered.read, numbered.made, strict=True):
             if triple.node is not None:
                 part = part_of[triple.node]
                 taken = {key: p for key, p in zip(before, triple.pre, strict=True) if made.get(key, part) != part and self._split(p)}
@@ -173,10 +167,10 @@ class Untied:
         return self._terms[key]
 
 
-def _users(triples: Sequence[Triple], read: Sequence[Sequence[Key]], given: Sequence[Sequence[Key]], part_of: Sequence[int]) -> dict[Key, int]:
+def _users(triples: Sequence[Triple], numbered: Numbered, part_of: Sequence[int]) -> dict[int, int]:
     """The part that uses a property first, itself or what a conversion makes of it."""
-    found: dict[Key, int] = {}
-    for triple, before, after in zip(reversed(triples), reversed(read), reversed(given), strict=True):
+    found: dict[int, int] = {}
+    for triple, before, after in zip(reversed(triples), reversed(numbered.read), reversed(numbered.made), strict=True):
         if triple.node is not None:
             part = part_of[triple.node]
             for key in before:

@@ -24,7 +24,6 @@ from hapx.cost.compute import differentiable, is_view
 from hapx.cost.heap import Heap, Record, Storage
 from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
-from hapx.cost.numbering import Numbering
 from hapx.cost.on_cpu import kept_on_cpu, temporaries_on_cpu
 from hapx.cost.terms import Vector
 from hapx.cost.transients import (
@@ -38,7 +37,7 @@ from hapx.cost.transients import (
 )  # fmt: skip
 from hapx.ir import FLOATING, Graph, Kind, Node, OpCall, TensorRef
 from hapx.plan import Communication, Program, Triple
-from hapx.states import REPLICATED, Invariant, Placement, Property, Replicated
+from hapx.states import REPLICATED, Invariant, Placement, Replicated
 from hapx.transposes import TRANSPOSES
 
 
@@ -121,13 +120,9 @@ class _Walk:
         self.sizes = LocalSizes(program, graph, exact, stored)
         self.training = exact.mode == "train"
         self.triples = [i.triple for i in program.instructions]
-        whole = Placement((REPLICATED,) * len(program.mesh.axes))
-        inputs = [Property(n, whole) for n in graph.input_names]
-        number = Numbering()
-        self.pre = [list(map(number, t.pre)) for t in self.triples]
-        self.post = [list(map(number, t.post)) for t in self.triples]
-        self.needs, self.gives, self.inputs = frozenset(map(number, program.needs)), list(map(number, program.gives)), list(map(number, inputs))
-        self.properties: list[Property] = number.values
+        numbered = program.numbered
+        self.properties, self.pre, self.post = numbered.properties, numbered.read, numbered.made
+        self.needs, self.gives = frozenset(numbered.needs), numbered.gives
         self.refs = [graph.refs[p.tensor] for p in self.properties]
         self.local = self.sizes.local(self.properties)
         self.last = {p: k for k, pre in enumerate(self.pre) for p in pre} | dict.fromkeys(self.gives, len(self.triples))
@@ -151,7 +146,6 @@ class _Walk:
 
     def run(self) -> Peak:
         variables: Variables = dict.fromkeys(self.needs)
-        variables |= dict.fromkeys(self.inputs)
         k = 0
         while k < len(self.triples):
             stop = self.regions.get(k)

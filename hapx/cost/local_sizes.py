@@ -67,8 +67,7 @@ class LocalSizes:
             ref = self.graph.refs[name]
             trained = ref.requires_grad and ref.kind is Kind.PARAMETER
             total = total + self.part(placement, ref.bytes + (4.0 * states * ref.size if trained else 0.0))
-        given = [r for r in self.graph.refs.values() if r.kind in (Kind.INPUT, Kind.CONSTANT) and r.name not in self.graph.producer]
-        return total + float(sum(r.bytes for r in given))
+        return total + float(sum(r.bytes for r in self.graph.sources))
 
     def received(self) -> Vector:
         """What other stages send."""

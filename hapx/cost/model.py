@@ -29,13 +29,13 @@ from hapx.cost.copies import BUCKET, ENTERED, NO_COPIES, Copies, copied, copies,
 from hapx.cost.edges import Edge, EdgePrices
 from hapx.cost.memory import UPDATE_PASSES
 from hapx.cost.network import SCALAR_BYTES, AxisLinks, Network
-from hapx.cost.numbering import Numbering
 from hapx.cost.recut import moved
 from hapx.cost.terms import Piece, Shares, Term, Vector, maximum
 from hapx.cost.view import View
 from hapx.errors import HapError
 from hapx.ir import Graph, Kind, Node, OpCall, Ref, TensorRef
 from hapx.layout import Lengths, followers
+from hapx.numbering import Numbering
 from hapx.plan import Axes, Communication, Form, Triple
 from hapx.states import REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded, State, is_recut
 from hapx.theory.factors import gathered as gathered_factor
@@ -191,10 +191,14 @@ class CostModel:
 
     def form(self, triple: Triple) -> int:
         """A number that triples share whose costs, and sizes of what they make and keep, are equal at any lengths."""
-        form = self._forms.get(id(triple))
-        if form is None or form[0] is not triple:
-            form = self._forms[id(triple)] = triple, self.number.of_value(self._form(triple))
-        return form[1]
+        known = self._forms.get(id(triple))
+        if known is None or known[0] is not triple:  # it is held, so that its identity stays its own; in another process it is another's
+            known = self._forms[id(triple)] = triple, self.number.of_value(self._form(triple))
+        return known[1]
+
+    def has_form_of(self, triple: Triple, like: Triple) -> None:
+        """Says that a triple has the form of another one, so that it need not be looked at."""
+        self._forms[id(triple)] = triple, self.form(like)
 
     def _step_of(self, triple: Triple) -> StepCost:
         if isinstance(triple.body, OpCall):

@@ -31,7 +31,10 @@ def periods(kinds: Sequence[int]) -> list[int]:
     codes = np.array(kinds)
     runs = []
     for period in range(1, len(codes) // 2 + 1):
-        same = np.concatenate([[False], codes[:-period] == codes[period:], [False]])
+        equal = codes[:-period] == codes[period:]
+        if np.count_nonzero(equal) < period:
+            continue
+        same = np.concatenate([[False], equal, [False]])
         borders = np.flatnonzero(same[1:] != same[:-1])
         runs += [(stop - start, -period, start) for start, stop in zip(borders[::2], borders[1::2], strict=True) if stop - start >= period]
     found = [0] * len(codes)

@@ -22,7 +22,7 @@ from hapx.cost.memory import converted_again, forgotten, kept
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.table import TermTable
 from hapx.errors import PlanError
-from hapx.ir import Graph, Kind, OpCall, Ref, TensorRef
+from hapx.ir import Graph, Kind, OpCall, Ref
 from hapx.plan import Instruction, Triple
 from hapx.restriction import Restriction
 from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
@@ -116,6 +116,7 @@ class Problem:
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
     written: dict[Any, Any] = field(default_factory=dict)  # by choices, what `hapx.synth.writer` made of them
     instructions: dict[Any, Instruction] = field(default_factory=dict)  # of its programs; see `hapx.synth.writer`
+    firsts: dict[Any, Instruction] = field(default_factory=dict)  # of those, one of each kind
     repetition: Any = None  # see `hapx.synth.periods`; made when first searched
     grid: Any = None  # see `hapx.synth.grid`; made when first searched
     outline: Any = None  # see `hapx.synth.outline`; made when first searched
@@ -127,11 +128,6 @@ def build(
 ) -> Problem:
     """The problem of a theory. Raises PlanError where the restriction, or what is forbidden, leaves a node without a triple."""
     return _Builder(theory, costs, restriction, given or {}, forbidden).problem()
-
-
-def sources(graph: Graph) -> list[TensorRef]:
-    """Inputs and stored constants: whole on every device from the start. (Constants that a node makes are values like any other.)"""
-    return [r for r in graph.refs.values() if r.kind in (Kind.INPUT, Kind.CONSTANT) and r.name not in graph.producer]
 
 
 class _Builder:
@@ -277,7 +273,7 @@ class _Builder:
             for p, ids in zip(triples[0].pre + triples[0].post, seen[number], strict=True):
                 found.setdefault(p.tensor, set()).update(ids)
         extra = [*self.stored.items(), *self.theory.outputs.items()]
-        extra += [(r.name, (whole,)) for r in sources(self.graph)]
+        extra += [(r.name, (whole,)) for r in self.graph.sources]
         for name, placements in extra:
             found.setdefault(name, set()).update(self._ids(placements))
         shared: dict[Any, TensorTable] = {}
@@ -298,7 +294,7 @@ class _Builder:
     def _steps(self) -> tuple[tuple[Step, ...], int]:
         bits = _Registers()
         start = 0
-        for ref in sources(self.graph):
+        for ref in self.graph.sources:
             if ref.name in self.last and self._fixed(ref.name) is None:
                 table = self.tables[ref.name]
                 start |= table.closure(self._whole(table)) << bits.take(ref.name, table)

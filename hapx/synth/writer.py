@@ -5,7 +5,7 @@ In: the last partial program of a search. Out: a `Solution`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hapx.cost.model import StepCost
@@ -16,7 +16,7 @@ from hapx.synth.astar import Statistics
 from hapx.synth.domain import State, moves_of
 from hapx.synth.effect import Vector
 from hapx.synth.moves import Move
-from hapx.synth.problem import Problem, sources
+from hapx.synth.problem import Problem
 from hapx.synth.tables import TensorTable
 
 
@@ -61,7 +61,7 @@ class _Writer:
         self.steps: list[StepCost] = []
         self.gives: list[Property] = []
         whole = Placement((REPLICATED,) * len(problem.theory.mesh.axes))
-        self.have: dict[str, dict[int, None]] = {r.name: {problem.tables[r.name].number[whole]: None} for r in sources(self.graph)}
+        self.have: dict[str, dict[int, None]] = {r.name: {problem.tables[r.name].number[whole]: None} for r in self.graph.sources}
         self.storage: dict[str, Placement] = dict(problem.unused)
         tables = problem.tables
         self.kept: list[Term] = [k.memory for n, p in problem.unused.items() for k in tables[n].stored if tables[n].placements[k.placement] == p]
@@ -86,10 +86,8 @@ class _Writer:
             (use,) = move.uses
             self.gives.append(Property(step.tensors[0], self.problem.tables[step.tensors[0]].placements[use.target]))
             return
-        known, key = self.problem.instructions, (level, move.choice.index)
-        if key not in known:
-            known[key] = Instruction(self.problem.triples[level][move.choice.index])
-        self.instructions.append(known[key])
+        index = move.choice.index
+        self._append((level, index), (id(step.kind), index), lambda: self.problem.triples[level][index])
         if move.choice.cost is not None:
             self.steps.append(move.choice.cost)
         for name, given in zip(step.outputs, move.choice.gives, strict=True):
@@ -103,15 +101,23 @@ class _Writer:
             self._convert(name, table, source, target, table.free_path(source, target))
 
     def _convert(self, name: str, table: TensorTable, source: int, target: int, path: tuple[Communication, ...]) -> None:
-        known, key = self.problem.instructions, (name, source, target, id(path))  # of a path that the instruction holds
-        if key not in known:
-            pre, post = Property(name, table.placements[source]), Property(name, table.placements[target])
-            known[key] = Instruction(Triple(None, (pre,), (post,), path))
-        self.instructions.append(known[key])
+        def triple() -> Triple:
+            return Triple(None, (Property(name, table.placements[source]),), (Property(name, table.placements[target]),), path)
+
+        self._append((name, source, target, id(path)), (id(table), source, target, id(path)), triple)  # of a path that the instruction holds
         self.have[name][target] = None
+
+    def _append(self, key: object, kind: object, triple: Callable[[], Triple]) -> None:
+        """An instruction that is made once for all programs; those of a kind cost the same."""
+        known = self.problem.instructions
+        if key not in known:
+            made = known[key] = Instruction(triple())
+            first = self.problem.firsts.setdefault(kind, made)
+            self.problem.costs.has_form_of(made.triple, first.triple)
+        self.instructions.append(known[key])
 
     def needs(self) -> tuple[Property, ...]:
         """Parameters and buffers as stored, inputs and constants whole."""
         whole = Placement((REPLICATED,) * len(self.problem.theory.mesh.axes))
-        given = {r.name: whole for r in sources(self.graph)} | self.storage
+        given = {r.name: whole for r in self.graph.sources} | self.storage
         return tuple(Property(name, given[name]) for name in self.graph.refs if name in given)

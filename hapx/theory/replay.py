@@ -49,11 +49,9 @@ def _start(program: Program, theory: Theory, storage: Mapping[str, Placement]) -
     whole = Placement((REPLICATED,) * len(theory.mesh.axes))
     if program.mesh != theory.mesh:
         raise PlanError("the program's mesh is not the theory's", where="program")
-    have: set[Property] = set()
+    have = {Property(ref.name, whole) for ref in theory.graph.sources}
     for ref in theory.graph.refs.values():
-        if ref.kind is Kind.INPUT or (ref.kind is Kind.CONSTANT and ref.name not in theory.graph.producer):
-            have.add(Property(ref.name, whole))
-        elif ref.kind in (Kind.PARAMETER, Kind.BUFFER, Kind.RECEIVED):
+        if ref.kind in (Kind.PARAMETER, Kind.BUFFER, Kind.RECEIVED):
             if ref.name not in storage:
                 raise PlanError(f"{ref.name} is not {'received' if ref.kind is Kind.RECEIVED else 'stored'}", where="storage")
             if storage[ref.name] not in theory.stored[ref.name]:

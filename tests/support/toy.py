@@ -72,6 +72,9 @@ class ToyCosts:
         kept = self.term(what + "m", 1.0, cuts) if self.memory else None
         return StepCost(self.term(what + "f", 1.0, cuts), self.term(what + "b", 2.0, cuts), (), kept)
 
+    def has_form_of(self, triple: Triple, like: Triple) -> None:
+        """These have no forms."""
+
     def conversion(self, ref: TensorRef, path: tuple[Communication, ...], target: Placement) -> StepCost:
         costs = []
         kept = None
