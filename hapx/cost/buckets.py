@@ -16,7 +16,7 @@ from hapx.cost.terms import Vector
 from hapx.ir import TensorRef
 from hapx.states import Placement
 
-Key = tuple[str, tuple[int, ...]]
+Key = tuple[int, tuple[int, ...]]  # the number of a parameter, and the axes over which its gradient is summed
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ summed and freed, what was kept is released, gradients enter their buckets; then
 
     parameters + optimizer state + buffers + inputs + max over moments of (alive + temporaries of the moment)
 
-Gradients are taken to be None when the iteration begins, as `zero_grad` leaves them.
+Gradients are taken to be None when the iteration begins, as `zero_grad` leaves them. Of repeated layers only the first two and the last two are
+walked (see `hapx.cost.rounds`): those between them do what the second one does.
 
 Invariant: it counts storages. A view holds its base; a cotangent that is handed on is one storage; what is kept twice is counted once.
 """
@@ -14,17 +15,19 @@ Invariant: it counts storages. A view holds its base; a cotangent that is handed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from hapx.cost.buckets import Buckets, Key, Use
 from hapx.cost.compute import differentiable, is_view
-from hapx.cost.heap import Heap, Record, Storage
+from hapx.cost.heap import Heap, Place, Record, Repeat, Storage, Stretch, moved
 from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
 from hapx.cost.on_cpu import kept_on_cpu, temporaries_on_cpu
+from hapx.cost.rounds import Folded, folded, whole
 from hapx.cost.terms import Vector
 from hapx.cost.transients import (
     Sizes,
@@ -61,7 +64,20 @@ Variables = dict[int, Storage | None]  # by the number of a property; None: a pa
 def peak(program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]) -> Peak:
     """The peak of an iteration of `program`. exact: a cost model at its lengths (see `at_lengths`); stored: where parameters and buffers are."""
     assert exact.graph is graph, "the cost model is of another graph"
-    return _Walk(program, graph, exact, stored).run()
+    short = None if any(r.kind == "checkpoint" for r in graph.regions) else folded(program, _codes(program, graph, exact), graph.roots)
+    found = _Walk(program, graph, exact, stored, short).run() if short is not None else None
+    if found is None:
+        found = _Walk(program, graph, exact, stored, whole(program)).run()
+    assert found is not None
+    return found
+
+
+def _codes(program: Program, graph: Graph, exact: CostModel) -> list[int]:
+    """Equal for instructions that do the same to memory."""
+    numbers: dict[object, int] = {}
+    triples = [i.triple for i in program.instructions]
+    keys = ((exact.form(t), None if isinstance(t.body, OpCall) else graph.refs[t.pre[0].tensor].shape) for t in triples)
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def all_in_flight(found: Peak, exact: CostModel) -> Vector:
@@ -115,16 +131,17 @@ class _Route:
 class _Walk:
     """Properties are numbered: everything is asked for by them, instruction after instruction. What alike instructions do is found once."""
 
-    def __init__(self, program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]):
-        self.program, self.graph, self.exact, self.stored = program, graph, exact, stored
+    def __init__(self, program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement], short: Folded):
+        self.program, self.graph, self.exact, self.stored, self.short = program, graph, exact, stored, short
         self.sizes = LocalSizes(program, graph, exact, stored)
         self.training = exact.mode == "train"
-        self.triples = [i.triple for i in program.instructions]
+        self.triples = [program.instructions[k].triple for k in short.instructions]
         numbered = program.numbered
-        self.properties, self.pre, self.post = numbered.properties, numbered.read, numbered.made
+        self.properties, self.pre, self.post = numbered.properties, short.read, short.made
         self.needs, self.gives = frozenset(numbered.needs), numbered.gives
-        self.refs = [graph.refs[p.tensor] for p in self.properties]
-        self.local = self.sizes.local(self.properties)
+        used = list({p for own in (*self.pre, *self.post, self.gives) for p in own})
+        self.refs = {p: graph.refs[self.properties[p].tensor] for p in used}
+        self.local = dict(zip(used, self.sizes.local([self.properties[p] for p in used]), strict=True))
         self.last = {p: k for k, pre in enumerate(self.pre) for p in pre} | dict.fromkeys(self.gives, len(self.triples))
         self.ends = [[p for p in post if p not in self.last] for post in self.post]  # what nobody reads
         for p, k in self.last.items():
@@ -136,50 +153,85 @@ class _Walk:
         self.records: dict[int, Record] = {}
         self.tokens: Counter[int] = Counter()  # by storage: how often backward still asks for what it gathers again
         self.regathered: dict[int, Storage] = {}
-        self.enters: dict[Key, int] = {}  # a parameter that enters the synchroniser -> its first instruction
+        self.enters: dict[Key, int] = {}  # a stored parameter, and axes along which it enters the synchroniser -> its first instruction
         self.calls: dict[int, _Call] = {}  # by form, as those of conversions
         self.routes: dict[tuple[int, bool, tuple[int, ...]], _Route] = {}
         self.regions = self._regions()
+        self.spans = _between(self.regions, len(self.triples)) if self.regions else short.spans
         self.taken: dict[int, list[Storage]] = {}
 
     # ---- the iteration -------------------------------------------------------------------------------------------------------
 
-    def run(self) -> Peak:
-        variables: Variables = dict.fromkeys(self.needs)
-        k = 0
-        while k < len(self.triples):
-            stop = self.regions.get(k)
-            if stop is not None:
-                self.taken[k] = self._take(variables, k, stop)
-            self._forward(variables, k, stop or k + 1, keeps=self.training and stop is None)
-            k = stop or k + 1
-        forward = self.heap.changes
+    def run(self) -> Peak | None:
+        """None: rounds that are left out would not be like the one that stands for them."""
+        heap = self.heap
+        ahead = self._ahead()
+        back = self._back() if self.training else []
+        before = heap.place
         if self.training:
-            self._train()
-        before = len(self.heap.moments)
-        if self.training:
-            self.heap.note("the optimizer's update", self.sizes.update())
-        levels = self.heap.levels()
-        (total, worst), (running, _) = levels.highest(), levels.highest(before)
-        kept = levels.after[forward] - self.static + self.sizes.received()
-        moments = tuple("at rest" if k < 0 else self.heap.moments[k] for k in worst.tolist())
+            heap.note(("the optimizer's update", -1), self.sizes.update())
+        repeats = self._repeats(ahead, back)
+        if repeats is None:
+            return None
+        levels = heap.levels(repeats, self._arrivals())
+        (total, worst), (running, _) = levels.highest(), levels.highest(moved(before, repeats).notes)
+        kept = levels.after[moved(ahead[-1], repeats).changes - 1] - self.static + self.sizes.received()
+        moments = tuple("at rest" if k < 0 else self._called(heap.moments[levels.notes[k]], int(levels.rounds[k])) for k in worst.tolist())
         return Peak(self.static, total, running, levels.after[-1] - self.static, kept, moments)
 
-    def _train(self) -> None:
-        """Backward."""
+    def _ahead(self) -> list[Place]:
+        """Forward. Out: where it came to after every span."""
+        variables: Variables = dict.fromkeys(self.needs)
+        places = []
+        for start, stop in self.spans:
+            again = start in self.regions
+            if again:
+                self.taken[start] = self._take(variables, start, stop)
+            self._forward(variables, start, stop, keeps=self.training and not again)
+            places.append(self.heap.place)
+        return places
+
+    def _back(self) -> list[Place]:
+        """Backward. Out: where it came to after every span, the last of which is the first one here."""
         roots = [p for p in self.gives if self.properties[p].tensor in self.graph.roots]
         self.cotangents.update((root, self.heap.new(self.local[root])) for root in dict.fromkeys(roots))
-        uses = [Use(key, self.stored[key[0]], self.graph.refs[key[0]]) for key in self.enters]
-        self.buckets = Buckets(uses, self.sizes.part)
-        starts = {stop: start for start, stop in self.regions.items()}
-        k = len(self.triples)
-        while k:
-            start = starts.get(k)
-            if start is not None:
-                self._region_again(start, k)
+        places = []
+        for start, stop in reversed(self.spans):
+            if start in self.regions:
+                self._region_again(start, stop)
             else:
-                self._backward(k - 1)
-            k = start if start is not None else k - 1
+                for k in reversed(range(start, stop)):
+                    self._backward(k)
+            places.append(self.heap.place)
+        return places
+
+    def _repeats(self, ahead: list[Place], back: list[Place]) -> list[Repeat] | None:
+        """What the rounds that are left out do: forward and backward what the second one does, where the last but one does the same; else None."""
+        left_out = self.short.left_out
+        if not left_out:
+            return []
+        second, seam, last = ahead[:3]
+        pairs = [(Stretch(second, seam), Stretch(seam, last), range(left_out + 1))]
+        if back:
+            last, seam, second = back[:3]
+            pairs.append((Stretch(seam, second), Stretch(last, seam), range(left_out, -1, -1)))
+        return [Repeat(own, rounds) for own, _, rounds in pairs] if all(self.heap.alike(own, like) for own, like, _ in pairs) else None
+
+    def _arrivals(self) -> Callable[[Key, int], Vector]:
+        """What the arrival of a gradient adds, in a round. Buckets are of all parameters, those of rounds that are left out among them."""
+        left_out = self.short.left_out
+        start, stop = self.spans[1] if left_out else (0, 0)
+        rounds = {key: [(p, key[1]) for p in self.short.chain(key[0], left_out)] for key, k in self.enters.items() if start <= k < stop}
+        first, rest = ([key for key, k in self.enters.items() if key not in rounds and (k < start) is before] for before in (True, False))
+        keys = [*first, *(own[r] for r in range(left_out + 1) for own in rounds.values()), *rest]
+        names = [self.properties[key[0]].tensor for key in keys]
+        buckets = Buckets([Use(key, self.stored[name], self.graph.refs[name]) for key, name in zip(keys, names, strict=True)], self.sizes.part)
+        return lambda key, number: buckets.fill(rounds[key][number] if key in rounds else key)
+
+    def _called(self, moment: tuple[str, int], number: int) -> str:
+        """A moment in a round: what was done, and with which property (-1: with none)."""
+        text, what = moment
+        return text.format(self.properties[self.short.chain(what, number)[-1]].tensor) if what >= 0 else text
 
     # ---- forward -------------------------------------------------------------------------------------------------------------
 
@@ -217,7 +269,7 @@ class _Walk:
                 self._keep(record, variables[own[place]])
             if does.inside is not None:
                 record.kept.append(self.heap.new(does.inside))
-        self.heap.note(f"forward of {node.call.op} {node.outputs[0].name}", does.forward)
+        self.heap.note((f"forward of {node.call.op} {{}}", self.post[k][0]), does.forward)
 
     def _does(self, triple: Triple, body: OpCall) -> _Call:
         form = self.exact.form(triple)
@@ -264,15 +316,15 @@ class _Walk:
 
     def _convert(self, variables: Variables, k: int, path: tuple[Communication, ...]) -> None:
         (source,), (target,) = self.pre[k], self.post[k]
-        ref, route = self.refs[source], self._route(k, source, path)
+        route = self._route(k, source, path)
         if route.axes and self.training:
-            self.enters.setdefault((ref.name, route.axes), k)
+            self.enters.setdefault((source, route.axes), k)
         current = self._hold(variables[source])
         for hop in route.hops:
             if hop.forward != "none":
                 made = self.heap.new(hop.made)
                 made.buffers, made.freed = hop.buffers, hop.freed
-                self.heap.note(f"{hop.forward} of {ref.name}", hop.buffers)
+                self.heap.note((f"{hop.forward} of {{}}", source), hop.buffers)
                 self.heap.release(current)
                 current = made
         variables[target] = current
@@ -319,12 +371,12 @@ class _Walk:
         arrived = [c for p in self.post[k] if (c := self.cotangents.pop(p, None)) is not None]
         made: list[tuple[int, Storage]] = []
         if record is not None and arrived:
-            self._gather_again(record, node)
+            self._gather_again(record, node, self.post[k][0])
             for place in does.wanted:
                 cotangent = arrived[0] if does.hands_on[place] else self.heap.new(self.local[pre[place]])
                 cotangent.holders += does.hands_on[place]
                 made.append((pre[place], cotangent))
-            self.heap.note(f"backward of {node.call.op} {node.outputs[0].name}", does.backward)
+            self.heap.note((f"backward of {node.call.op} {{}}", self.post[k][0]), does.backward)
         if record is not None:
             self._forget(record)
         for c in arrived:
@@ -332,11 +384,11 @@ class _Walk:
         for p, cotangent in made:
             self._accumulate(p, cotangent)
 
-    def _gather_again(self, record: Record, node: Node) -> None:
+    def _gather_again(self, record: Record, node: Node, made: int) -> None:
         for storage in record.again:
             if id(storage) not in self.regathered:
                 self.regathered[id(storage)] = self.heap.new(storage.size)
-                self.heap.note(f"gathering again for {node.call.op} {node.outputs[0].name}", storage.buffers)
+                self.heap.note((f"gathering again for {node.call.op} {{}}", made), storage.buffers)
 
     def _forget(self, record: Record) -> None:
         for storage in record.kept:
@@ -355,7 +407,7 @@ class _Walk:
             return
         if old.holders > 1:
             self.cotangents[key] = self.heap.new(self.local[p])
-            self.heap.note(f"summing cotangents of {self.refs[p].name}")
+            self.heap.note(("summing cotangents of {}", p))
             self.heap.release(old)
         self.heap.release(cotangent)
 
@@ -370,7 +422,7 @@ class _Walk:
             if hop.backward == "none" or current is None:
                 continue
             made = self.heap.new(hop.made_back)
-            self.heap.note(f"{hop.backward} of the cotangent of {ref.name}", hop.buffers_back)
+            self.heap.note((f"{hop.backward} of the cotangent of {{}}", source), hop.buffers_back)
             self.heap.release(current)
             current = made
         self._arrive(k, source, route.axes, current)
@@ -378,12 +430,12 @@ class _Walk:
     def _arrive(self, k: int, source: int, axes: tuple[int, ...], current: Storage | None) -> None:
         """A cotangent at the beginning of a conversion: it goes on to its source, or, of a parameter that enters the synchroniser, into a bucket
         once all parts of it are there."""
-        key = (self.refs[source].name, axes) if axes else None
+        key = (source, axes) if axes else None
         if current is not None:
             self._accumulate(source, current, key)
         if key is not None and self.enters[key] == k and (whole := self.cotangents.pop(key, None)) is not None:
-            self.heap.add(self.buckets.fill(key))
-            self.heap.note(f"gradient of {key[0]} into its bucket")
+            self.heap.add_unknown(key)
+            self.heap.note(("gradient of {} into its bucket", source))
             self.heap.release(whole)
 
     # ---- regions that are computed again -------------------------------------------------------------------------------------
@@ -416,3 +468,9 @@ class _Walk:
             self._backward(k)
         for storage in (*arrived, *(inside[p] for p in made if self.last.get(p, -1) >= stop), *self.taken.pop(start)):
             self.heap.release(storage)
+
+
+def _between(regions: Mapping[int, int], size: int) -> tuple[tuple[int, int], ...]:
+    """Spans of `size` instructions: the regions, and what is between them."""
+    borders = sorted({0, size, *regions, *regions.values()})
+    return tuple(pairwise(borders))

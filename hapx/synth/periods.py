@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
+from hapx.repeats import runs
 from hapx.synth.problem import Step
 
 Names = dict[str, str]
@@ -28,18 +27,9 @@ class Jump(NamedTuple):
 
 def periods(kinds: Sequence[int]) -> list[int]:
     """The period of every step, from the longest run that it is part of."""
-    codes = np.array(kinds)
-    runs = []
-    for period in range(1, len(codes) // 2 + 1):
-        equal = codes[:-period] == codes[period:]
-        if np.count_nonzero(equal) < period:
-            continue
-        same = np.concatenate([[False], equal, [False]])
-        borders = np.flatnonzero(same[1:] != same[:-1])
-        runs += [(stop - start, -period, start) for start, stop in zip(borders[::2], borders[1::2], strict=True) if stop - start >= period]
-    found = [0] * len(codes)
-    for length, period, start in sorted(runs):  # longer runs are written last
-        found[start : start + length] = [-period] * length
+    found = [0] * len(kinds)
+    for period, start, stop in sorted(runs(kinds, len(kinds) // 2), key=lambda run: (run.stop - run.start, -run.period, run.start)):
+        found[start:stop] = [period] * (stop - start)  # longer runs are written last
     return found
 
 

@@ -121,12 +121,12 @@ def test_a_bucket_comes_with_its_first_gradient():
     sizes = [BUCKET_BYTES // 4, BUCKET_BYTES // 8, BUCKET_BYTES // 4 // 2]  # elements: a whole bucket, then two halves
 
     def use(i: int, n: int) -> Use:
-        return Use((f"w{i}", (0,)), whole, TensorRef(f"w{i}", (n,), "float32", Kind.PARAMETER, True))
+        return Use((i, (0,)), whole, TensorRef(f"w{i}", (n,), "float32", Kind.PARAMETER, True))
 
     buckets = Buckets([use(i, n) for i, n in enumerate(sizes)], lambda placement, size: np.array([size, size]))
-    assert buckets.fill(("w2", (0,))).tolist() == [BUCKET_BYTES] * 2
-    assert buckets.fill(("w1", (0,))).tolist() == [0.0, 0.0]
-    assert buckets.fill(("w0", (0,))).tolist() == [BUCKET_BYTES] * 2
+    assert buckets.fill((2, (0,))).tolist() == [BUCKET_BYTES] * 2
+    assert buckets.fill((1, (0,))).tolist() == [0.0, 0.0]
+    assert buckets.fill((0, (0,))).tolist() == [BUCKET_BYTES] * 2
 
 
 def test_padding_costs_what_the_largest_shard_makes_of_it():

@@ -1,0 +1,120 @@
+"""What of a program need not be looked at, because it does the same as what is before and after it: rounds of repeated layers.
+
+In: a program, and a number per instruction, equal for instructions that are alike in everything but names. Out: a `Folded` program: two rounds at the
+beginning of a run and two at its end stand for all of them. Whatever goes through the program in order, and does with a round what it does with the
+next one, does with every round that is left out what it does with the second one, and with the last but one.
+
+Invariant: instructions of neighbouring rounds read and make, place by place, properties that correspond one to one. A round reads what it makes
+itself or the one before it made, what is there from the start, and what all rounds read. What is made in a round that is not the last is read in the
+run only; the program gives it if it gives what corresponds to it in every round, and backward does not begin there. So the second round is followed
+by the last but one as by the third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hapx.plan import Numbered, Program
+from hapx.repeats import Run, runs
+
+KEPT = 4  # rounds: two at either end
+FEWEST = 2  # rounds that are worth leaving out
+
+Numbers = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A program of the kept instructions (their indices), which read and make these properties. spans: of their positions, those that may be gone
+    through one after the other; with rounds left out: everything before the second round, the second, the last but one, the rest. left_out: how many
+    rounds between the second and the last but one. later: per property what it is one round later, -1 where it is no part of a run."""
+
+    instructions: Sequence[int]
+    read: Numbers
+    made: Numbers
+    spans: tuple[tuple[int, int], ...]
+    left_out: int
+    later: NDArray[np.int64]
+
+    def chain(self, number: int, rounds: int) -> list[int]:
+        """A property, and what is in its place up to so many rounds later."""
+        found = [number]
+        for _ in range(rounds):
+            found.append(int(self.later[found[-1]]))
+        return found
+
+
+def whole(program: Program) -> Folded:
+    """Nothing is left out."""
+    numbered, size = program.numbered, len(program.instructions)
+    return Folded(range(size), numbered.read, numbered.made, ((0, size),), 0, np.full(len(numbered.properties), -1))
+
+
+def folded(program: Program, codes: Sequence[int], roots: Collection[str] = ()) -> Folded | None:
+    """The program with most of its longest run left out, None where no run is long and regular enough. codes: per instruction; roots: tensors at
+    which backward begins."""
+    found = max(runs(codes, len(codes) // (KEPT + FEWEST)), key=lambda run: run.stop - run.start - (KEPT - 1) * run.period, default=None)
+    return _Run(program.numbered, found, roots).fold() if found is not None and _rounds(found) >= KEPT + FEWEST else None
+
+
+def _rounds(run: Run) -> int:
+    return 1 + (run.stop - run.start) // run.period
+
+
+class _Run:
+    """tokens: per round, everything that its instructions read and make; made: which of these places are what they make."""
+
+    def __init__(self, numbered: Numbered, run: Run, roots: Collection[str]):
+        self.numbered, self.run, self.rounds, self.roots = numbered, run, _rounds(run), roots
+        self.stop = run.start + self.rounds * run.period
+        inside = range(run.start, self.stop)
+        self.read = np.array([x for k in inside for x in numbered.read[k]]).reshape(self.rounds, -1)
+        self.made = np.array([x for k in inside for x in numbered.made[k]]).reshape(self.rounds, -1)
+        self.round_of = np.full(len(numbered.properties), -1)
+        self.round_of[self.made] = np.arange(self.rounds)[:, None]
+
+    def fold(self) -> Folded | None:
+        later = self._later()
+        if later is None or not self._closed():
+            return None
+        numbered, period, left_out = self.numbered, self.run.period, self.rounds - KEPT
+        second, seam = self.run.start + period, self.run.start + 2 * period
+        kept = [*range(seam), *range(seam + left_out * period, len(numbered.read))]
+        # the last but one reads of the round before it: of the second one, here
+        earlier = dict(zip(self.made[-3].tolist(), self.made[1].tolist(), strict=True))
+        read = [numbered.read[k] for k in kept]
+        for k in range(seam, seam + period):
+            read[k] = tuple([earlier.get(x, x) for x in read[k]])
+        spans = ((0, second), (second, seam), (seam, seam + period), (seam + period, len(kept)))
+        return Folded(kept, tuple(read), tuple([numbered.made[k] for k in kept]), spans, left_out, later)
+
+    def _later(self) -> NDArray[np.int64] | None:
+        """Per property the one that corresponds one round later; None if there is not one for each."""
+        later, earlier = np.full(len(self.round_of), -1), np.full(len(self.round_of), -1)
+        tokens = np.concatenate([self.read, self.made], axis=1)
+        later[tokens[:-1]] = tokens[1:]
+        earlier[tokens[1:]] = tokens[:-1]
+        return later if (later[tokens[:-1]] == tokens[1:]).all() and (earlier[tokens[1:]] == tokens[:-1]).all() else None
+
+    def _closed(self) -> bool:
+        """Whether rounds take and give as the invariant says."""
+        numbered, last, size = self.numbered, self.rounds - 1, len(self.round_of)
+        before, after = range(self.run.start), range(self.stop, len(numbered.read))
+        elsewhere = [x for k in (*before, *after) for x in numbered.made[k]]
+        if len(np.unique(self.made)) < self.made.size or (self.round_of[elsewhere] >= 0).any():
+            return False  # made twice
+        early, late = ([x for k in part for x in numbered.read[k]] for part in (before, after))
+        roots = [x for x in numbered.gives if numbered.properties[x].tensor in self.roots]
+        if (self.round_of[early] >= 0).any() or ((self.round_of[[*late, *roots]] >= 0) & (self.round_of[[*late, *roots]] < last)).any():
+            return False
+        there, given = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
+        there[list(numbered.needs)] = given[list(numbered.gives)] = True
+        read, own, gives = self.read[1:], np.arange(1, self.rounds)[:, None], given[self.made]
+        made = self.round_of[read]
+        allowed = (made == own) | (made == own - 1) | ((made < 0) & (there[read] | (read == self.read[1])))
+        alike = (there[read] == there[self.read[1]]).all() and (gives[:-1] == gives[1]).all() and (gives[-1] >= gives[1]).all()
+        return bool(allowed.all() and alike)

@@ -1,0 +1,151 @@
+"""Repeated layers that the walk of the peak leaves out: what it finds is what it finds of the whole program, and it leaves out nothing that is not
+repeated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import hapx.cost.liveness as liveness
+import hapx.cost.rounds as rounds
+from hapx.cost.liveness import Peak
+from hapx.cost.rounds import Folded, folded, whole
+from hapx.ir import Graph
+from hapx.lower import Candidate
+from hapx.planner import Counters, Setting, key_of, plan_spmd
+from hapx.restriction import restriction
+from support.clusters import FOUR, TWO_MACHINES
+from support.theories import GraphBuilder
+
+LAYERS, ROWS, WIDTH = 18, 16, 24
+STRATEGIES = ("auto", "dp-even", "zero", "tensor-parallel")
+
+
+def deep(layers: int = LAYERS, kind: str = "plain") -> Graph:
+    """Linear layers with ReLU, residual, summed. kind: what else layers read, or what reads them."""
+    b = GraphBuilder()
+    b.tensor("x", (ROWS, WIDTH))
+    b.parameter("m", 1, WIDTH)
+    for i in range(layers):
+        b.parameter(f"w{i}", WIDTH, WIDTH)
+        b.parameter(f"m{i}", 1, WIDTH)
+    if kind == "a mask for all":
+        b.call("mask", "aten.tanh.default", (1, WIDTH), self="m")
+    if kind == "a mask for each":
+        for i in range(layers):
+            b.call(f"mask{i}", "aten.tanh.default", (1, WIDTH), self=f"m{i}")
+    h = "x"
+    for i in range(layers):
+        b.call(f"h{i}", "aten.linear.default", (ROWS, WIDTH), input=h, weight="w0" if kind == "one weight" else f"w{i}", bias=None)
+        b.call(f"r{i}", "aten.relu.default", (ROWS, WIDTH), self=f"h{i}")
+        added = f"r{i}"
+        if kind.startswith("a mask"):
+            b.call(f"k{i}", "aten.mul.Tensor", (ROWS, WIDTH), self=added, other="mask" if kind == "a mask for all" else f"mask{i}")
+            added = f"k{i}"
+        b.call(f"s{i}", "aten.add.Tensor", (ROWS, WIDTH), self=h, other=added, alpha=1)
+        h = f"s{i}"
+    for i in {"all are read": range(layers - 1), "some are read": (2, 5, 8, layers - 2)}.get(kind, ()):
+        b.call(f"t{i}", "aten.add.Tensor", (ROWS, WIDTH), self=h, other=f"s{i}", alpha=1)
+        h = f"t{i}"
+    b.call("loss", "aten.sum.default", (), self=h, dtype=None)
+    return b.graph("loss")
+
+
+def candidates(graph: Graph, cluster: object, strategy: str) -> list[Candidate]:
+    return plan_spmd(Setting(graph, key_of(graph), cluster, restriction(strategy), "fp32", "adamw"), Counters())  # type: ignore[arg-type]
+
+
+def walked(candidate: Candidate, short: Folded) -> Peak | None:
+    graph = candidate.theory.graph
+    return liveness._Walk(candidate.program, graph, candidate.exact, candidate.storage_of, short).run()
+
+
+def shortened(candidate: Candidate) -> Folded | None:
+    graph = candidate.theory.graph
+    return folded(candidate.program, liveness._codes(candidate.program, graph, candidate.exact), graph.roots)
+
+
+def equal(one: Peak | None, other: Peak | None) -> bool:
+    assert one is not None
+    if other is None:
+        return False
+    pairs = [(getattr(one, name), getattr(other, name)) for name in ("stored", "total", "running", "left", "kept")]
+    return all(np.array_equal(a, b) for a, b in pairs) and one.moments == other.moments
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "cluster"),
+    [(kind, strategy, FOUR) for kind in ("plain", "one weight", "a mask for all") for strategy in STRATEGIES] + [("plain", "zero", TWO_MACHINES)],
+)
+def test_peaks_are_those_of_the_whole_program(kind: str, strategy: str, cluster: object) -> None:
+    found = candidates(deep(kind=kind), cluster, strategy)
+    shorter = [(c, short) for c in found if (short := shortened(c)) is not None]
+    assert shorter
+    for candidate, short in shorter:
+        assert short.left_out >= rounds.FEWEST
+        assert equal(walked(candidate, whole(candidate.program)), walked(candidate, short))
+
+
+@pytest.mark.parametrize("layers", [9, 10, 40])
+def test_of_any_depth(layers: int) -> None:
+    for candidate in candidates(deep(layers), FOUR, "zero"):
+        short = shortened(candidate)
+        assert short is not None
+        assert len(short.instructions) <= 7 * len(candidate.program.instructions) / layers
+        assert equal(walked(candidate, whole(candidate.program)), walked(candidate, short))
+
+
+def test_in_evaluation() -> None:
+    for candidate in candidates(replace(deep(), mode="eval"), FOUR, "dp-even"):
+        short = shortened(candidate)
+        assert short is not None
+        assert equal(walked(candidate, whole(candidate.program)), walked(candidate, short))
+
+
+@pytest.mark.parametrize("kind", ["all are read", "some are read", "a mask for each"])
+def test_layers_that_are_not_alike_are_walked(kind: str) -> None:
+    assert all(shortened(c) is None for c in candidates(deep(kind=kind), FOUR, "dp-even"))
+
+
+def test_short_runs_are_walked() -> None:
+    assert all(shortened(c) is None for c in candidates(deep(5), FOUR, "dp-even"))
+
+
+@pytest.mark.parametrize("kind", ["all are read", "some are read"])
+def test_what_is_asked_of_runs_is_needed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left out all the same, their peaks are others', or the rounds that are walked differ."""
+    monkeypatch.setattr(rounds._Run, "_closed", lambda run: True)
+    for candidate in candidates(deep(kind=kind), FOUR, "dp-even"):
+        short = shortened(candidate)
+        assert short is not None
+        with pytest.MonkeyPatch.context() as own:
+            own.setattr(rounds._Run, "_closed", lambda run: False)
+            assert not equal(walked(candidate, whole(candidate.program)), walked(candidate, short))
+
+
+def test_a_heap_does_a_stretch_again() -> None:
+    from hapx.cost.heap import Heap, Place, Repeat, Stretch, moved
+
+    def size(what: str, number: int) -> np.ndarray:
+        return np.array([100.0 * number])
+
+    heap = Heap(np.array([10.0]))
+    heap.note("first")
+    start = heap.place
+    heap.new(np.array([1.0]))
+    heap.note("second", np.array([0.5]))
+    heap.add_unknown("bucket")
+    heap.note("third")
+    repeats = [Repeat(Stretch(start, heap.place), (2, 0))]
+    end = heap.place
+    heap.new(np.array([3.0]))
+    heap.note("last")
+    levels = heap.levels(repeats, size)
+    assert levels.after[:, 0].tolist() == [10.0, 11.0, 211.0, 212.0, 212.0, 215.0]
+    assert levels.noted[:, 0].tolist() == [10.0, 11.5, 211.0, 212.5, 212.0, 215.0]
+    assert [heap.moments[k] for k in levels.notes] == ["first", "second", "third", "second", "third", "last"]
+    assert levels.rounds.tolist() == [0, 2, 2, 0, 0, 0]
+    assert moved(end, repeats) == Place(5, 5)
+    assert moved(start, repeats) == start
