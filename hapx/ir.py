@@ -120,6 +120,11 @@ class OpCall:
     def _refs(self) -> tuple[str, ...]:
         return tuple([r.name for _, value in self.args for r in iter_refs(value)])
 
+    @cached_property
+    def constants(self) -> object:
+        """The call without names: equal for calls of one operator with the same constants."""
+        return self.target, tuple([(k, _without_names(v)) for k, v in self.args])
+
     def __str__(self) -> str:
         return f"{self.target}({', '.join(f'{k}={_show(v)}' for k, v in self.args)})"
 
@@ -127,6 +132,14 @@ class OpCall:
 @cache
 def _without_overload(target: str) -> str:
     return target.rsplit(".", 1)[0] if target.count(".") == 2 else target
+
+
+def _without_names(value: Value) -> object:
+    if isinstance(value, Ref):
+        return Ref
+    if isinstance(value, tuple):
+        return tuple(map(_without_names, value))
+    return type(value), value  # 1, 1.0 and True are equal, but not alike
 
 
 def iter_refs(value: Value) -> Iterator[Ref]:
@@ -278,6 +291,17 @@ class Graph:
             for name in dict.fromkeys(node.call.refs()):
                 uses[name].append(i)
         return {k: tuple(v) for k, v in uses.items()}
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Per node a number that nodes share which call one operator with the same constants on like tensors, repeated in the same places."""
+        numbers: dict[object, int] = {}
+        found = []
+        for node in self.nodes:
+            names = [*node.call.refs(), *(o.name for o in node.outputs)]
+            tensors = tuple([(r.shape, r.dtype, r.requires_grad, r.mutated) for r in map(self.refs.__getitem__, names)])
+            found.append(numbers.setdefault((node.call.constants, tensors, tuple(map(names.index, names))), len(numbers)))
+        return tuple(found)
 
     @cached_property
     def sources(self) -> tuple[TensorRef, ...]:

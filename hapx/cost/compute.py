@@ -15,7 +15,7 @@ from math import prod
 from hapx.cost.contractions import CONTRACTIONS, STATES_KEPT
 from hapx.cost.once import once_per_node
 from hapx.cost.saves import KEPT_INSIDE
-from hapx.cost.strides import ATTENTION, VIEWS, is_viewed
+from hapx.cost.strides import ATTENTION, VIEWS, is_viewed, once_per_kind
 from hapx.ir import CONVOLUTIONS, DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
 
 COPIED_IF_STRIDED = frozenset({"aten.reshape", "aten.flatten", "aten.view_as"})
@@ -65,13 +65,13 @@ def tensor(graph: Graph, call: OpCall, argument: str) -> TensorRef | None:
     return graph.refs[value.name] if isinstance(value, Ref) else None
 
 
-@once_per_node
+@once_per_kind
 def differentiable(graph: Graph, node: Node) -> bool:
     """Whether a gradient flows through the node."""
     return any(o.requires_grad for o in node.outputs) and any(graph.refs[n].requires_grad for n in node.call.refs())
 
 
-@once_per_node
+@once_per_kind
 def is_view(graph: Graph, node: Node) -> bool:
     """Whether the outputs share the storage of the first operand: no time, no memory."""
     call = node.call
@@ -85,9 +85,9 @@ def is_view(graph: Graph, node: Node) -> bool:
     return call.op in VIEWS
 
 
-@once_per_node
-def copied_operands(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
-    """Operands that a product copies first, because their leading dims cannot be seen as one, with the bytes of the copies, which it keeps."""
+@once_per_kind
+def _copied(graph: Graph, node: Node) -> tuple[tuple[int, float], ...]:
+    """As `copied_operands`, by places."""
     call = node.call
     if call.op not in FOLDED:
         return ()
@@ -95,18 +95,23 @@ def copied_operands(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
     assert left is not None and right is not None
     if len(left.shape) > 2 >= len(right.shape):
         rows = left.size // left.shape[-1] if left.size else 0
-        return () if is_viewed(graph, left, (rows, left.shape[-1])) else ((left.name, float(left.bytes)),)
+        return () if is_viewed(graph, left, (rows, left.shape[-1])) else ((call.refs().index(left.name), float(left.bytes)),)
     if min(len(left.shape), len(right.shape)) < 2 or max(len(left.shape), len(right.shape)) < 3:
         return ()
     batch, found = node.outputs[0].shape[:-2], []
     for ref in (left, right):
         matrix = ref.shape[-2:]
         if ref.size and not is_viewed(graph, ref, (prod(batch), *matrix), spread=(*batch, *matrix)):
-            found.append((ref.name, float(prod(batch) * prod(matrix)) * ref.bytes / ref.size))
+            found.append((call.refs().index(ref.name), float(prod(batch) * prod(matrix)) * ref.bytes / ref.size))
     return tuple(found)
 
 
-@once_per_node
+def copied_operands(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
+    """Operands that a product copies first, because their leading dims cannot be seen as one, with the bytes of the copies, which it keeps."""
+    return tuple((node.call.refs()[place], size) for place, size in _copied(graph, node))
+
+
+@once_per_kind
 def lies(graph: Graph, node: Node) -> tuple[bool, tuple[int, ...]]:
     """What depends on how its operands lie in memory: whether the node is a view, and which operands it copies first."""
     copied = [name for name, _ in copied_operands(graph, node)]

@@ -14,9 +14,9 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from hapx.cost.compute import FACTORS, copied_operands, differentiable, hidden, is_view, needed_factors, tensor
-from hapx.cost.once import once, once_per_node
+from hapx.cost.once import once
 from hapx.cost.saves import SAVES_OF_SMALL
-from hapx.cost.strides import ATTENTION, VIEWS
+from hapx.cost.strides import ATTENTION, VIEWS, once_per_kind
 from hapx.errors import HapError
 from hapx.ir import FLOATING, Graph, Kind, Node, Region, TensorRef, iter_refs
 
@@ -86,10 +86,18 @@ def storage_bytes(ref: TensorRef, states: int, training: bool) -> float:
 
 def saved(node: Node, graph: Graph) -> tuple[str, ...]:
     """Names of the operands and outputs that the node keeps for its backward."""
-    return _saved(graph, node)
+    places = _places(graph, node)
+    names = (*node.call.refs(), *(o.name for o in node.outputs)) if places else ()
+    return tuple([names[place] for place in places])
 
 
-@once_per_node
+@once_per_kind
+def _places(graph: Graph, node: Node) -> tuple[int, ...]:
+    """Of what it keeps, among its operands and outputs."""
+    names = (*node.call.refs(), *(o.name for o in node.outputs))
+    return tuple(map(names.index, _saved(graph, node)))
+
+
 def _saved(graph: Graph, node: Node) -> tuple[str, ...]:
     call = node.call
     if not differentiable(graph, node) or is_view(graph, node):

@@ -33,7 +33,7 @@ from hapx.cost.recut import moved
 from hapx.cost.terms import Piece, Shares, Term, Vector, maximum
 from hapx.cost.view import View
 from hapx.errors import HapError
-from hapx.ir import Graph, Kind, Node, OpCall, Ref, TensorRef
+from hapx.ir import Graph, Kind, Node, OpCall, TensorRef
 from hapx.layout import Lengths, followers
 from hapx.numbering import Numbering
 from hapx.plan import Axes, Communication, Form, Triple
@@ -225,26 +225,12 @@ class CostModel:
         where = tuple([self.number.of_placement(p.placement) for p in (*triple.pre, *triple.post)])
         return signature, where, tuple([self.number(cut) for cut in triple.work]), local
 
-    def _signature_of_alike(self, node: Node, number: int) -> Any:
-        """Of nodes that call one operator with the same constants on the same shapes and dtypes, what else costs depend on."""
-        names = (*node.call.refs(), *(o.name for o in node.outputs))
-        refs = self.graph.refs
-        tensors = tuple([(refs[n].kind, n in self._kept, names.index(n)) for n in names])
-        first = node.outputs[0].name
-        again = first in self.graph.recomputed, first in self._forgotten
-        return number, tensors, lies(self.graph, node), again, tuple([dtype for _, dtype in node.casts])
-
     def _signature(self, index: int, node: Node) -> Any:
         """Equal for nodes whose costs are equal in equal placements."""
-        if self.theory.alike:
-            return self._signature_of_alike(node, self.theory.alike[index])
-        names = (*node.call.refs(), *(o.name for o in node.outputs))
-        refs = [self.graph.refs[n] for n in names]
-        tensors = tuple((r.shape, r.dtype, r.kind, r.requires_grad, r.name in self._kept, names.index(r.name)) for r in refs)
-        values = tuple((k, _without_names(v)) for k, v in node.call.args)
-        first = node.outputs[0].name
+        names, first = (*node.call.refs(), *(o.name for o in node.outputs)), node.outputs[0].name
         again = first in self.graph.recomputed, first in self._forgotten
-        return node.call.target, values, tensors, lies(self.graph, node), again, tuple(dtype for _, dtype in node.casts)
+        tensors = tuple([(self.graph.refs[n].kind, n in self._kept) for n in names])
+        return self.graph.alike[index], tensors, lies(self.graph, node), again, tuple([dtype for _, dtype in node.casts])
 
     def _instruction(self, triple: Triple, node: Node, body: OpCall) -> StepCost:
         placements = triple.placements
@@ -517,10 +503,3 @@ def _whole_on(placement: Placement, axes: tuple[int, ...]) -> Placement:
 
 def _partial(placement: Placement) -> bool:
     return any(isinstance(s, Partial) for s in placement.states)
-
-
-def _without_names(value: Any) -> Any:
-    """An argument value with its tensors left out (a signature lists them apart)."""
-    if isinstance(value, tuple):
-        return tuple(map(_without_names, value))
-    return Ref if isinstance(value, Ref) else value

@@ -1,12 +1,13 @@
 """What is asked of a graph again and again is found once.
 
 In: a function of a graph, or of a graph and one of its nodes, that depends on nothing else. Out: the same function; what it found is kept by the
-graph, as its cached properties are, and goes with it. Invariant: a node that is not the graph's own is never answered for by another one.
+graph, as its cached properties are, and goes with it, for each node or for each kind of nodes. Invariant: a node that is not the graph's own is never
+answered for by another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TypeVar
 
@@ -44,6 +45,27 @@ def once_per_node(function: Callable[[Graph, Node], T]) -> Callable[[Graph, Node
         return found[1]
 
     return known
+
+
+def once_per(kinds: Callable[[Graph], Sequence[int]]) -> Callable[[Callable[[Graph, Node], T]], Callable[[Graph, Node], T]]:
+    """For functions of a graph and a node that say the same of nodes of a kind: found once for each. kinds: a number per node."""
+
+    def once_per_kind(function: Callable[[Graph, Node], T]) -> Callable[[Graph, Node], T]:
+        name = _name(function)
+
+        @wraps(function)
+        def known(graph: Graph, node: Node) -> T:
+            index = graph.producer.get(node.outputs[0].name, -1)
+            if index < 0 or graph.nodes[index] is not node:
+                return function(graph, node)
+            facts, kind = graph.__dict__.setdefault(name, {}), kinds(graph)[index]
+            if kind not in facts:
+                facts[kind] = function(graph, node)
+            return facts[kind]  # type: ignore[no-any-return]
+
+        return known
+
+    return once_per_kind
 
 
 def _name(function: Callable[..., object]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import accumulate
 
-from hapx.cost.once import once
+from hapx.cost.once import once, once_per
 from hapx.ir import Graph, Node, TensorRef
 from hapx.theory.ops.pointwise import POINTWISE
 from hapx.theory.ops.views import MOVES
@@ -71,6 +71,20 @@ def strides(graph: Graph) -> Mapping[str, Strides | None]:
                 if own is None or not _alike(out.shape, own, contiguous(out.shape)):
                     found[out.name] = own
     return found
+
+
+@once
+def kinds(graph: Graph) -> list[int]:
+    """Per node a number that alike nodes share whose operands lie alike."""
+    numbers: dict[object, int] = {}
+    odd = strides(graph)
+    lying = [
+        (number, *((i, odd[n]) for i, n in enumerate(node.call.refs()) if n in odd)) for number, node in zip(graph.alike, graph.nodes, strict=True)
+    ]
+    return [numbers.setdefault(key, len(numbers)) for key in lying]
+
+
+once_per_kind = once_per(kinds)
 
 
 def is_viewed(graph: Graph, ref: TensorRef, target: tuple[int, ...], spread: tuple[int, ...] | None = None) -> bool:

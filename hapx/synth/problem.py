@@ -22,7 +22,7 @@ from hapx.cost.memory import converted_again, forgotten, kept
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.table import TermTable
 from hapx.errors import PlanError
-from hapx.ir import Graph, Kind, OpCall, Ref
+from hapx.ir import Graph, Kind, OpCall
 from hapx.plan import Instruction, Triple
 from hapx.restriction import Restriction
 from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
@@ -339,7 +339,7 @@ class _Builder:
         node, triples = self.graph.nodes[k], self.triples[k]
         coded = tuple(self._signature(t) for t in triples)
         # the cost model gives one cost object to alike nodes: its identity tells apart what only it can see
-        call = (_shape_of_call(node.call, tensors), self._regions(k), occurrences)
+        call = (node.call.constants, self._regions(k), occurrences)
         key = (id(self.costs.instruction(triples[0])), call, _keys(slots), _keys(results), coded)
         if key not in self.classes:
             self.classes[key] = StepClass(slots, results, tuple(self._choice(i, t, tensors) for i, t in enumerate(triples)))
@@ -427,15 +427,3 @@ def _form(body: Any) -> Any:
 def _keys(parts: Sequence[Slot] | Sequence[Result]) -> tuple[Any, ...]:
     """With the identities of their tables."""
     return tuple([(id(table), *rest) for table, *rest in parts])
-
-
-def _shape_of_call(call: OpCall, tensors: tuple[str, ...]) -> tuple[Any, ...]:
-    """The call with numbers of slots for names."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Ref):
-            return ("slot", tensors.index(value.name) if value.name in tensors else -1)
-        # 1, 1.0 and True are equal as keys but not as arguments
-        return tuple(map(plain, value)) if isinstance(value, tuple) else (type(value).__name__, value)
-
-    return (call.target, *((name, plain(value)) for name, value in call.args))

@@ -19,7 +19,7 @@ from hapx.plan import Mesh, Triple
 from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Placement, Property, Row, Sharded, State
 from hapx.theory.discover import refuse
 from hapx.theory.factors import in_all_forms
-from hapx.theory.grains import Grains, find_grains, node_key, operands
+from hapx.theory.grains import Grains, find_grains, operands
 from hapx.theory.registry import LocalCall, Rule, Site, lookup
 from hapx.theory.triple import Theory
 
@@ -132,9 +132,8 @@ class _Derivation:
     def _key(self, index: int, tensors: tuple[TensorRef, ...]) -> object:
         """Equal for nodes with equal shapes: the same rules, cut into the same units of one segment's rows."""
         node, rules = self.graph.nodes[index], self.grains.rules[index]
-        everything = (*tensors, *node.outputs)
-        units = tuple(_units(self.grains, everything, rule) for rule in rules)
-        return node_key(node), self.graph.segment_of[index], tuple((t.shape, t.dtype, t.requires_grad) for t in everything), rules, units
+        units = tuple([_units(self.grains, (*tensors, *node.outputs), rule) for rule in rules])
+        return self.graph.alike[index], self.graph.segment_of[index], rules, units
 
     def _shapes(self, index: int, tensors: tuple[TensorRef, ...]) -> tuple[Shape, ...]:
         node = self.graph.nodes[index]

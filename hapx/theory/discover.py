@@ -14,7 +14,7 @@ from dataclasses import replace
 from hapx.errors import PlanError, UnsupportedOperatorError
 from hapx.ir import Graph, Node, TensorRef
 from hapx.rules import Probed, Rule, Site
-from hapx.theory.grains import node_key, operands
+from hapx.theory.grains import operands
 from hapx.theory.registry import lookup
 
 
@@ -52,19 +52,11 @@ def place(node: Node) -> str:
 
 def unknown(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """Groups of alike nodes whose operator has no entry."""
-    groups: dict[object, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for i, node in enumerate(graph.nodes):
         if lookup(node.call) is None:
-            groups.setdefault(_likeness(graph, node), []).append(i)
+            groups.setdefault(graph.alike[i], []).append(i)
     return tuple(map(tuple, groups.values()))
-
-
-def _likeness(graph: Graph, node: Node) -> object:
-    """Equal for nodes that have the same rules."""
-    tensors = (*operands(graph, node), *node.outputs)
-    positions = {name: k for k, name in reversed(list(enumerate(node.call.refs())))}
-    same = tuple(positions[name] for name in node.call.refs())
-    return node_key(node), same, tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
 
 
 def _probe(graph: Graph, nodes: tuple[int, ...]) -> Probed:

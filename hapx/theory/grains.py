@@ -16,7 +16,7 @@ from functools import cached_property
 from math import gcd
 
 import hapx.theory.ops  # noqa: F401  (fills the registry)
-from hapx.ir import Graph, Kind, Node, Ref, TensorRef
+from hapx.ir import Graph, Kind, Node, TensorRef
 from hapx.theory.registry import Context, Rule, Site, implied_rules, lookup, without_gradient
 
 MAX_PASSES = 64
@@ -79,7 +79,7 @@ def _fixpoint(graph: Graph, sites: dict[str, frozenset[Site]]) -> tuple[tuple[Ru
             node = graph.nodes[i]
             tensors = (*operands(graph, node), *node.outputs)
             found = graph.probed_rules.get(i, ())
-            key = _signature(node, tensors, sites), found
+            key = graph.alike[i], tuple([sites[t.name] for t in tensors]), found
             if key not in cache:
                 context = Context(node, tensors[: len(tensors) - len(node.outputs)], sites)
                 entry = lookup(node.call)
@@ -95,24 +95,6 @@ def _fixpoint(graph: Graph, sites: dict[str, frozenset[Site]]) -> tuple[tuple[Ru
                         if ref.name in graph.producer:
                             dirty.add(graph.producer[ref.name])
     raise AssertionError("sites do not settle")
-
-
-def node_key(node: Node) -> object:
-    """Equal for nodes that call one operator with the same constants."""
-    return node.call.target, tuple((k, _anonymous(v)) for k, v in node.call.args)
-
-
-def _signature(node: Node, tensors: tuple[TensorRef, ...], sites: Mapping[str, frozenset[Site]]) -> object:
-    """Equal for nodes whose rules are equal."""
-    return node_key(node), tuple((t.shape, t.dtype, t.requires_grad, t.mutated, sites[t.name]) for t in tensors)
-
-
-def _anonymous(value: object) -> object:
-    if isinstance(value, Ref):
-        return Ref
-    if isinstance(value, tuple):
-        return tuple(map(_anonymous, value))
-    return type(value), value  # 1, 1.0 and True are equal, but not alike
 
 
 class _Joined:
