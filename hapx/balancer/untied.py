@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from hapx.balancer.lp import Objective, objective
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
+from hapx.cost.rounds import Folded, short, whole
 from hapx.cost.terms import Piece, Term
 from hapx.ir import Kind, OpCall, TensorRef
-from hapx.plan import Communication, Form, Numbered, Program, Triple
+from hapx.plan import Communication, Form, Program, Triple
 from hapx.states import Cut, Placement, Property, Row, Sharded, State
 
 
@@ -59,11 +60,12 @@ class Untied:
     # ---- the program ----------------------------------------------------------------------------------------------------
 
     def _events(self, storage_of: Mapping[str, Placement], part_of: Sequence[int]) -> list[Event]:
-        numbered, triples = self.program.numbered, [i.triple for i in self.program.instructions]
-        users = _users(triples, numbered, part_of)
+        numbered, less = self.program.numbered, self._short(part_of)
+        triples = [self.program.instructions[k].triple for k in less.instructions]
+        users = _users(triples, less, part_of)
         made = {key: users[key] for key in numbered.needs if key in users and numbered.properties[key].tensor in storage_of}
         events = []
-        for triple, before, after in zip(triples, numbered.read, numbered.made, strict=True):
+        for triple, before, after in zip(triples, less.read, less.made, strict=True):
             if triple.node is not None:
                 part = part_of[triple.node]
                 taken = {key: p for key, p in zip(before, triple.pre, strict=True) if made.get(key, part) != part and self._split(p)}
@@ -78,7 +80,18 @@ class Untied:
                 part = source  # it is cut again where it is used
             made[key] = part
             events.append(Event(self.costs.step(triple), part, (), source, triple))
-        return events
+        start, stop = less.spans[1] if less.left_out else (0, 0)  # the round that stands for those that are left out
+        return events[:stop] + less.left_out * events[start:stop] + events[stop:]
+
+    def _short(self, part_of: Sequence[int]) -> Folded:
+        """Repeated layers of one part are looked at once."""
+        found = short(self.program, self.costs)
+        if found is not None:
+            start, stop = (found.instructions[k] for k in (found.spans[1][0], found.spans[2][1] - 1))
+            nodes = [i.triple.node for i in self.program.instructions[start : stop + 1]]
+            if len({part_of[node] for node in nodes if node is not None}) == 1:
+                return found
+        return whole(self.program)
 
     def _split(self, p: Property) -> bool:
         return isinstance(p.placement.states[self.axis], Sharded)
@@ -167,10 +180,10 @@ class Untied:
         return self._terms[key]
 
 
-def _users(triples: Sequence[Triple], numbered: Numbered, part_of: Sequence[int]) -> dict[int, int]:
+def _users(triples: Sequence[Triple], program: Folded, part_of: Sequence[int]) -> dict[int, int]:
     """The part that uses a property first, itself or what a conversion makes of it."""
     found: dict[int, int] = {}
-    for triple, before, after in zip(reversed(triples), reversed(numbered.read), reversed(numbered.made), strict=True):
+    for triple, before, after in zip(reversed(triples), reversed(program.read), reversed(program.made), strict=True):
         if triple.node is not None:
             part = part_of[triple.node]
             for key in before:

@@ -27,7 +27,7 @@ from hapx.cost.heap import Heap, Place, Record, Repeat, Storage, Stretch, moved
 from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
 from hapx.cost.on_cpu import kept_on_cpu, temporaries_on_cpu
-from hapx.cost.rounds import Folded, folded, whole
+from hapx.cost.rounds import Folded, short, whole
 from hapx.cost.terms import Vector
 from hapx.cost.transients import (
     Sizes,
@@ -64,20 +64,12 @@ Variables = dict[int, Storage | None]  # by the number of a property; None: a pa
 def peak(program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]) -> Peak:
     """The peak of an iteration of `program`. exact: a cost model at its lengths (see `at_lengths`); stored: where parameters and buffers are."""
     assert exact.graph is graph, "the cost model is of another graph"
-    short = None if any(r.kind == "checkpoint" for r in graph.regions) else folded(program, _codes(program, graph, exact), graph.roots)
-    found = _Walk(program, graph, exact, stored, short).run() if short is not None else None
+    less = None if any(r.kind == "checkpoint" for r in graph.regions) else short(program, exact)
+    found = _Walk(program, graph, exact, stored, less).run() if less is not None else None
     if found is None:
         found = _Walk(program, graph, exact, stored, whole(program)).run()
     assert found is not None
     return found
-
-
-def _codes(program: Program, graph: Graph, exact: CostModel) -> list[int]:
-    """Equal for instructions that do the same to memory."""
-    numbers: dict[object, int] = {}
-    triples = [i.triple for i in program.instructions]
-    keys = ((exact.form(t), None if isinstance(t.body, OpCall) else graph.refs[t.pre[0].tensor].shape) for t in triples)
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def all_in_flight(found: Peak, exact: CostModel) -> Vector:

@@ -6,7 +6,9 @@ those of `hapx.layout`, of the largest device of a kind where even axes leave a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -61,13 +63,14 @@ class LocalSizes:
 
     def stored_bytes(self) -> Vector:
         """What is there all the time: parameters, optimizer state, buffers, the batch (of a stage, what it receives of one micro-batch)."""
-        total = np.zeros(len(self.exact.kinds))
         states = states_of(self.exact.optimizer) if self.exact.mode == "train" else 0
+        alike: Counter[tuple[Placement, float]] = Counter()
         for name, placement in self.stored.items():
             ref = self.graph.refs[name]
             trained = ref.requires_grad and ref.kind is Kind.PARAMETER
-            total = total + self.part(placement, ref.bytes + (4.0 * states * ref.size if trained else 0.0))
-        return total + float(sum(r.bytes for r in self.graph.sources))
+            alike[placement, ref.bytes + (4.0 * states * ref.size if trained else 0.0)] += 1
+        sizes = [times * self.part(placement, size) for (placement, size), times in alike.items()]
+        return sum(sizes, np.zeros(len(self.exact.kinds))) + float(sum(r.bytes for r in self.graph.sources))
 
     def received(self) -> Vector:
         """What other stages send."""
@@ -77,13 +80,14 @@ class LocalSizes:
     def update(self) -> Vector:
         """The optimizer's temporaries: of one parameter after the other on CPUs, whose old ones are freed when new ones are there; else of all."""
         single, together = UPDATE_TEMPORARIES[self.exact.optimizer.lower()]
-        trained = [r for r in self.graph.of_kind(Kind.PARAMETER) if r.requires_grad and r.name in self.stored]
-        own = [self.part(self.stored[r.name], float(r.bytes)) for r in trained]
-        if not own:
+        trained = [(self.stored[r.name], float(r.bytes)) for r in self.graph.of_kind(Kind.PARAMETER) if r.requires_grad and r.name in self.stored]
+        if not trained:
             return np.zeros(len(self.exact.kinds))
-        before = [0.0 * own[0], *own[:-1]]
-        one = np.max([single * now + (old if single > 1 else 0.0) for now, old in zip(own, before, strict=True)], axis=0)
-        whole: Vector = np.where(self.cpu, one, together * np.sum(own, axis=0))
+        alike = Counter(trained)
+        own = {key: self.part(*key) for key in alike}
+        pairs = dict.fromkeys(pairwise(trained))
+        one = np.max([single * own[trained[0]], *(single * own[now] + (own[old] if single > 1 else 0.0) for old, now in pairs)], axis=0)
+        whole: Vector = np.where(self.cpu, one, together * sum(times * own[key] for key, times in alike.items()))
         return whole
 
     def sum(self, sizes: Sizes, placements: Mapping[str, Placement]) -> Vector:

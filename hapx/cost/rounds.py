@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hapx.cost.model import CostModel
+from hapx.ir import OpCall
 from hapx.plan import Numbered, Program
 from hapx.repeats import Run, runs
 
@@ -54,9 +56,25 @@ def whole(program: Program) -> Folded:
     return Folded(range(size), numbered.read, numbered.made, ((0, size),), 0, np.full(len(numbered.properties), -1))
 
 
+def short(program: Program, costs: CostModel) -> Folded | None:
+    """The program with most of its longest run left out, None where no run is long and regular enough. Found once for a program."""
+    known = program.__dict__.setdefault("hapx.cost.rounds.short", [])
+    if not known:
+        known.append(folded(program, _codes(program, costs), costs.graph.roots))
+    found: Folded | None = known[0]
+    return found
+
+
+def _codes(program: Program, costs: CostModel) -> list[int]:
+    """Equal for instructions that cost the same, and do the same to memory."""
+    numbers: dict[object, int] = {}
+    triples, refs = [i.triple for i in program.instructions], costs.graph.refs
+    keys = ((costs.form(t), None if isinstance(t.body, OpCall) else refs[t.pre[0].tensor].shape) for t in triples)
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
 def folded(program: Program, codes: Sequence[int], roots: Collection[str] = ()) -> Folded | None:
-    """The program with most of its longest run left out, None where no run is long and regular enough. codes: per instruction; roots: tensors at
-    which backward begins."""
+    """See `short`. codes: per instruction; roots: tensors at which backward begins."""
     found = max(runs(codes, len(codes) // (KEPT + FEWEST)), key=lambda run: run.stop - run.start - (KEPT - 1) * run.period, default=None)
     return _Run(program.numbered, found, roots).fold() if found is not None and _rounds(found) >= KEPT + FEWEST else None
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.random_graphs import random_graph, two_characters
+from hapx.balancer import untied
 from hapx.balancer.borders import WORTH, free_borders
 from hapx.balancer.lp import balance, objective
 from hapx.balancer.untied import Untied
@@ -22,7 +23,7 @@ from hapx.states import Row
 from hapx.synth.problem import build
 from hapx.synth.search import program_key, solve
 from hapx.theory.derive import derive
-from support.theories import cluster, device_type, flat, two_level
+from support.theories import cluster, deep, device_type, flat, two_level
 
 COUNTER, MOVER = device_type("counter", 8e6, bandwidth=4e6), device_type("mover", 2e6, bandwidth=16e6)
 PAIR = cluster((("counter", "mover"),), (COUNTER, MOVER))
@@ -58,6 +59,24 @@ def test_one_group_is_the_program(seed: int, mesh: str) -> None:
         at = {c: row for g in (goal, same) for c in g.cuts}
         assert same.time(at) == pytest.approx(goal.time(at), rel=1e-12)
         assert same.memory(at) == pytest.approx(goal.memory(at), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["plain", "a mask for all"])
+@pytest.mark.parametrize("border", [0, 1, 19, 40])
+def test_repeated_layers_are_looked_at_once(kind: str, border: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a border is inside of their run, all of them are."""
+    graph = deep(18, kind)
+    of = Solved(graph, *MESHES["flat"], parts=tuple(int(i >= border) for i in range(len(graph.nodes))))
+    program = of.solution.program
+    assert (len(of.untied._short(of.parts).instructions) < len(program.instructions)) is (border < 2)
+    monkeypatch.setattr(untied, "short", lambda program, costs: None)
+    every = Untied(program, of.solution.storage_of, of.costs, of.parts)
+    assert [(e.step, e.part, e.source) for e in of.untied.events] == [(e.step, e.part, e.source) for e in every.events]
+    for groups in {(0,) * every.parts, tuple(range(every.parts))}:
+        one, other = of.untied.objective(groups), every.objective(groups)
+        at = {cut: np.array([0.6, 0.4]) if cut.row.segment else np.array([0.3, 0.7]) for cut in other.cuts}
+        assert set(one.cuts) == set(other.cuts)
+        assert one.time(at) == pytest.approx(other.time(at), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(6))

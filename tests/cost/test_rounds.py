@@ -17,40 +17,9 @@ from hapx.lower import Candidate
 from hapx.planner import Counters, Setting, key_of, plan_spmd
 from hapx.restriction import restriction
 from support.clusters import FOUR, TWO_MACHINES
-from support.theories import GraphBuilder
+from support.theories import deep
 
-LAYERS, ROWS, WIDTH = 18, 16, 24
 STRATEGIES = ("auto", "dp-even", "zero", "tensor-parallel")
-
-
-def deep(layers: int = LAYERS, kind: str = "plain") -> Graph:
-    """Linear layers with ReLU, residual, summed. kind: what else layers read, or what reads them."""
-    b = GraphBuilder()
-    b.tensor("x", (ROWS, WIDTH))
-    b.parameter("m", 1, WIDTH)
-    for i in range(layers):
-        b.parameter(f"w{i}", WIDTH, WIDTH)
-        b.parameter(f"m{i}", 1, WIDTH)
-    if kind == "a mask for all":
-        b.call("mask", "aten.tanh.default", (1, WIDTH), self="m")
-    if kind == "a mask for each":
-        for i in range(layers):
-            b.call(f"mask{i}", "aten.tanh.default", (1, WIDTH), self=f"m{i}")
-    h = "x"
-    for i in range(layers):
-        b.call(f"h{i}", "aten.linear.default", (ROWS, WIDTH), input=h, weight="w0" if kind == "one weight" else f"w{i}", bias=None)
-        b.call(f"r{i}", "aten.relu.default", (ROWS, WIDTH), self=f"h{i}")
-        added = f"r{i}"
-        if kind.startswith("a mask"):
-            b.call(f"k{i}", "aten.mul.Tensor", (ROWS, WIDTH), self=added, other="mask" if kind == "a mask for all" else f"mask{i}")
-            added = f"k{i}"
-        b.call(f"s{i}", "aten.add.Tensor", (ROWS, WIDTH), self=h, other=added, alpha=1)
-        h = f"s{i}"
-    for i in {"all are read": range(layers - 1), "some are read": (2, 5, 8, layers - 2)}.get(kind, ()):
-        b.call(f"t{i}", "aten.add.Tensor", (ROWS, WIDTH), self=h, other=f"s{i}", alpha=1)
-        h = f"t{i}"
-    b.call("loss", "aten.sum.default", (), self=h, dtype=None)
-    return b.graph("loss")
 
 
 def candidates(graph: Graph, cluster: object, strategy: str) -> list[Candidate]:
@@ -63,8 +32,7 @@ def walked(candidate: Candidate, short: Folded) -> Peak | None:
 
 
 def shortened(candidate: Candidate) -> Folded | None:
-    graph = candidate.theory.graph
-    return folded(candidate.program, liveness._codes(candidate.program, graph, candidate.exact), graph.roots)
+    return folded(candidate.program, rounds._codes(candidate.program, candidate.exact), candidate.theory.graph.roots)
 
 
 def equal(one: Peak | None, other: Peak | None) -> bool:

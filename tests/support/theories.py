@@ -76,6 +76,36 @@ class GraphBuilder:
         return Graph(self.refs, tuple(self.nodes), (Output(loss, "loss"),), (), (), (0,) * n, (None,) * n, names, batch, mode, {}, "by hand")  # type: ignore[arg-type]
 
 
+def deep(layers: int = 18, kind: str = "plain", rows: int = 16, width: int = 24) -> Graph:
+    """Linear layers with ReLU, residual, summed. kind: what else layers read, or what reads them."""
+    b = GraphBuilder()
+    b.tensor("x", (rows, width))
+    b.parameter("m", 1, width)
+    for i in range(layers):
+        b.parameter(f"w{i}", width, width)
+        b.parameter(f"m{i}", 1, width)
+    if kind == "a mask for all":
+        b.call("mask", "aten.tanh.default", (1, width), self="m")
+    if kind == "a mask for each":
+        for i in range(layers):
+            b.call(f"mask{i}", "aten.tanh.default", (1, width), self=f"m{i}")
+    h = "x"
+    for i in range(layers):
+        b.call(f"h{i}", "aten.linear.default", (rows, width), input=h, weight="w0" if kind == "one weight" else f"w{i}", bias=None)
+        b.call(f"r{i}", "aten.relu.default", (rows, width), self=f"h{i}")
+        added = f"r{i}"
+        if kind.startswith("a mask"):
+            b.call(f"k{i}", "aten.mul.Tensor", (rows, width), self=added, other="mask" if kind == "a mask for all" else f"mask{i}")
+            added = f"k{i}"
+        b.call(f"s{i}", "aten.add.Tensor", (rows, width), self=h, other=added, alpha=1)
+        h = f"s{i}"
+    for i in {"all are read": range(layers - 1), "some are read": (2, 5, 8, layers - 2)}.get(kind, ()):
+        b.call(f"t{i}", "aten.add.Tensor", (rows, width), self=h, other=f"s{i}", alpha=1)
+        h = f"t{i}"
+    b.call("loss", "aten.sum.default", (), self=h, dtype=None)
+    return b.graph("loss")
+
+
 def mlp(batch: int = 8, width: int = 16, hidden: int = 32) -> Graph:
     """linear, relu, linear, sum of squares."""
     b = GraphBuilder()
