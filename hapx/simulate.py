@@ -108,7 +108,7 @@ class RunTimes:
 def run_times(instructions: Sequence[Instruction], parameters: Sequence[Property], graph: Graph, exact: CostModel) -> RunTimes:
     """By a cost model at concrete lengths. parameters: whose update is counted, as they are stored."""
     clock = _Clock(len(exact.kinds), False)
-    steps = _timed([step_cost(i, graph, exact) for i in instructions])
+    steps = _timed([exact.step(i.triple) for i in instructions])
     for step in steps:
         clock.communicate("", step.ahead)
         clock.compute("", step.forward)
@@ -194,7 +194,8 @@ def _run(
 ) -> _Clock:
     """synchronise: whether gradients are, or only added to those of other micro-batches."""
     instructions = program.instructions
-    costs = [step_cost(i, graph, exact) for i in instructions]
+    assert exact.graph is graph, "the cost model is of another graph"
+    costs = [exact.step(i.triple) for i in instructions]
     if synchronisation:
         costs = [_synchronised(i, step, synchronisation) for i, step in zip(instructions, costs, strict=True)]
     names = list(map(_name, instructions)) if events else [""] * len(costs)
@@ -202,14 +203,18 @@ def _run(
     full = _full_buckets([_gradient_bytes(i, graph) if step.gradient else 0 for i, step in zip(instructions, steps, strict=True)])
     clock = _Clock(len(exact.kinds), events)
     for name, step in zip(names, steps, strict=True):
-        clock.communicate(name, step.ahead)
-        clock.compute(name, step.forward)
+        if step.ahead:
+            clock.communicate(name, step.ahead)
+        if step.forward is not None:
+            clock.compute(name, step.forward)
     clock.mark()
     if exact.mode == "train":
         for k in reversed(range(len(steps))):
             step, name = steps[k], f"{names[k]} backward" if events else ""
-            clock.compute(name, step.backward)
-            clock.communicate(name, step.back)
+            if step.backward is not None:
+                clock.compute(name, step.backward)
+            if step.back:
+                clock.communicate(name, step.back)
             if step.gradient and synchronise:
                 clock.gradient(step.gradient, full=k in full)
         clock.mark()
@@ -223,12 +228,6 @@ def _run(
 def _name(instruction: Instruction) -> str:
     body, post = instruction.triple.body, instruction.triple.post[0]
     return f"{body.op} {post.tensor}" if isinstance(body, OpCall) else f"{' then '.join(map(str, body))} {post.tensor}"
-
-
-def step_cost(instruction: Instruction, graph: Graph, cost: CostModel) -> StepCost:
-    """What an instruction adds, by a cost model of its graph."""
-    assert cost.graph is graph, "the cost model is of another graph"
-    return cost.step(instruction.triple)
 
 
 def _synchronised(instruction: Instruction, step: StepCost, seconds: Mapping[str, float]) -> StepCost:

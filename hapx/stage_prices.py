@@ -32,7 +32,7 @@ from hapx.parts import crossing, part
 from hapx.pipelines import Piece, piece_of
 from hapx.plan import Mesh
 from hapx.planner import plan_spmd, views
-from hapx.simulate import run_times, step_cost
+from hapx.simulate import run_times
 from hapx.stages.clustering import node_flops
 from hapx.stages.costs import ONE_F_ONE_B, UNLIMITED, Answer, Assigned, Pipeline, Prices, latency, most_in_flight
 from hapx.stages.submeshes import Shape, ordered, shape_of
@@ -418,13 +418,11 @@ class WholeModel:
         for k, ps in enumerate(needed):
             for name in dict.fromkeys(p.tensor for p in ps):
                 homes.setdefault(name, []).append(k)
-        own: list[list[tuple[str, float]]] = [
-            [(i.triple.post[0].tensor, step_cost(i, self.graph, self.exact).synchronisation({})) for i in run] for run in runs
-        ]
+        own: list[list[tuple[str, float]]] = [[(i.triple.post[0].tensor, self.exact.step(i.triple).synchronisation({})) for i in run] for run in runs]
         self.synchronise = [sum(s for name, s in run if len(homes.get(name, ())) < 2) for run in own]
         self.shared = [(s, homes[name]) for run in own for name, s in run if s and len(homes.get(name, ())) > 1]
         zero = np.zeros(len(self.exact.kinds))
-        steps = [[(i.triple.post[0].tensor in self.exact.again, step_cost(i, self.graph, self.exact).memory) for i in run] for run in runs]
+        steps = [[(i.triple.post[0].tensor in self.exact.again, self.exact.step(i.triple).memory) for i in run] for run in runs]
         kept = [[term for again, term in run if not again] for run in steps]
         self.again = sum((term.at({}) for run in steps for again, term in run if again and term is not None), zero)  # by any block
         stored = [[self.exact.storage(refs[p.tensor], p.placement) for p in ps] for ps in needed]

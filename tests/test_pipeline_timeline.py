@@ -14,7 +14,7 @@ from hapx.plan import Plan
 from hapx.predict import Staged
 from hapx.restriction import Restriction
 from hapx.schedules import received_ahead
-from hapx.simulate import simulate, step_cost
+from hapx.simulate import simulate
 from support.clusters import TWO_MACHINES
 from support.models import GPT
 from support.small_stages import deep_gpt, gpt, idle, interleaved, mlp
@@ -41,7 +41,7 @@ def _computes(plan: Plan, device: int) -> float:
         exact, best = staged.exact(stage), staged.candidates[stage]
         kind = next(k for k, devices in enumerate(exact.view.devices) if device in devices)
         for i in best.program.instructions:
-            cost = step_cost(i, best.theory.graph, exact)  # conversions have copies around their communication
+            cost = exact.step(i.triple)  # conversions have copies around their communication
             total += number * sum(float(t.at({})[kind]) for t in (cost.forward, cost.backward) if t is not None)
         refs = best.theory.graph.refs
         needs = [(refs[p.tensor], p.placement) for p in best.program.needs if refs[p.tensor].requires_grad and p.tensor in plan.storage_of]

@@ -21,7 +21,7 @@ from hapx.plan import VERSION, Instruction, Plan, Program, Stage
 from hapx.planner import plan_graphs
 from hapx.predict import Staged
 from hapx.restriction import AUTO, Restriction
-from hapx.simulate import WAYS, iteration_time, simulate, simulate_program, stage_times, step_cost
+from hapx.simulate import WAYS, iteration_time, simulate, simulate_program, stage_times
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut
 from support.clusters import slow_devices
 from support.models import CNN
@@ -192,7 +192,7 @@ def test_only_the_last_micro_batch_waits_for_gradients(monkeypatch: pytest.Monke
     exact = candidate.costs.at_lengths(candidate.lengths)
     program, g = candidate.program, candidate.theory.graph
     each = stage_times(program, g, exact)
-    costs = [step_cost(i, g, exact) for i in program.instructions]
+    costs = [exact.step(i.triple) for i in program.instructions]
     compute = sum(float(t.at({}).max()) for c in costs for t in (c.forward, c.backward) if t is not None)
     wires = {way: sum(float(x.term.at({}).max()) for c in costs for x in c.communication if x.direction == way) for way in WAYS}
     assert wires["backward"] > 0 and wires["synchronise"] > 3 * wires["backward"]

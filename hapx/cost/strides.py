@@ -61,27 +61,32 @@ def viewed(shape: tuple[int, ...], strides: Strides, target: tuple[int, ...]) ->
 
 
 @once
+def _lying(graph: Graph) -> tuple[dict[str, Strides | None], list[int]]:
+    """`strides` and `kinds`. What alike nodes make of operands that lie alike is found once."""
+    odd: dict[str, Strides | None] = {}
+    made: dict[object, tuple[int, dict[int, Strides | None]]] = {}  # the kind, and strides of the outputs that are not contiguous
+    found = []
+    for number, node in zip(graph.alike, graph.nodes, strict=True):
+        key = (number, *[(i, odd[n]) for i, n in enumerate(node.call.refs()) if n in odd])
+        if key not in made:
+            own = _made(graph, node, odd) if node.call.op in _STRIDING or len(key) > 1 else []
+            others = {i: s for i, s in enumerate(own) if s is None or not _alike(shape := node.outputs[i].shape, s, contiguous(shape))}
+            made[key] = len(made), others
+        kind, others = made[key]
+        found.append(kind)
+        for i, lies in others.items():
+            odd[node.outputs[i].name] = lies
+    return odd, found
+
+
 def strides(graph: Graph) -> Mapping[str, Strides | None]:
     """Those of the tensors that are not contiguous, by name; None: scattered."""
-    found: dict[str, Strides | None] = {}
-    for node in graph.nodes:
-        op, names = node.call.op, node.call.refs()
-        if op in _STRIDING or not found.keys().isdisjoint(names):
-            for out, own in zip(node.outputs, _made(graph, node, found), strict=True):
-                if own is None or not _alike(out.shape, own, contiguous(out.shape)):
-                    found[out.name] = own
-    return found
+    return _lying(graph)[0]
 
 
-@once
 def kinds(graph: Graph) -> list[int]:
     """Per node a number that alike nodes share whose operands lie alike."""
-    numbers: dict[object, int] = {}
-    odd = strides(graph)
-    lying = [
-        (number, *((i, odd[n]) for i, n in enumerate(node.call.refs()) if n in odd)) for number, node in zip(graph.alike, graph.nodes, strict=True)
-    ]
-    return [numbers.setdefault(key, len(numbers)) for key in lying]
+    return _lying(graph)[1]
 
 
 once_per_kind = once_per(kinds)
