@@ -5,9 +5,10 @@ In: values. Out: a number for each, from 0 on, equal ones for equal values. Inva
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from hapx.states import Placement
+from hapx.states import Placement, Property
 
 
 class Numbering:
@@ -38,3 +39,14 @@ class Numbering:
     def of_placement(self, placement: Placement) -> tuple[int, ...]:
         """The states' numbers, then the nest's."""
         return (*[self(s) for s in placement.states], self(placement.nest))
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A program with numbers for its properties. read, made: of each instruction, in order; needs, gives: the program's."""
+
+    properties: tuple[Property, ...]
+    read: tuple[tuple[int, ...], ...]
+    made: tuple[tuple[int, ...], ...]
+    needs: tuple[int, ...]
+    gives: tuple[int, ...]

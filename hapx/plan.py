@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.ir import Graph, OpCall, Value
-from hapx.numbering import Numbering
+from hapx.numbering import Numbered, Numbering
 from hapx.parts import part
 from hapx.restriction import Restriction
 from hapx.states import Cut, Placement, Property, Row, State
@@ -187,17 +187,6 @@ class ProgramKey:
     autocast: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """A program with numbers for its properties. read, made: of each instruction, in order; needs, gives: the program's."""
-
-    properties: tuple[Property, ...]
-    read: tuple[tuple[int, ...], ...]
-    made: tuple[tuple[int, ...], ...]
-    needs: tuple[int, ...]
-    gives: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class Program:
     """Instructions that lead from `needs` (parameters and buffers as stored, inputs Replicated) to `gives` (the graph's outputs)."""
@@ -207,6 +196,9 @@ class Program:
     instructions: tuple[Instruction, ...]
     needs: tuple[Property, ...]
     gives: tuple[Property, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # what was found out about it is not sent along
 
     @cached_property
     def numbered(self) -> Numbered:

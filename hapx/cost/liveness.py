@@ -463,6 +463,9 @@ class _Walk:
 
 
 def _between(regions: Mapping[int, int], size: int) -> tuple[tuple[int, int], ...]:
-    """Spans of `size` instructions: the regions, and what is between them."""
-    borders = sorted({0, size, *regions, *regions.values()})
+    """Spans of `size` instructions: the regions, and what is between them. A region inside of another one is a part of it."""
+    borders = [0]
+    while borders[-1] < size:
+        at = borders[-1]
+        borders.append(regions.get(at) or min((start for start in regions if start > at), default=size))
     return tuple(pairwise(borders))

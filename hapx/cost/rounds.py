@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from hapx.cost.model import CostModel
 from hapx.ir import OpCall
-from hapx.plan import Numbered, Program
+from hapx.numbering import Numbered
+from hapx.plan import Program
 from hapx.repeats import Run, runs
 
 KEPT = 4  # rounds: two at either end
@@ -84,7 +85,7 @@ def _rounds(run: Run) -> int:
 
 
 class _Run:
-    """tokens: per round, everything that its instructions read and make; made: which of these places are what they make."""
+    """read, made: per round, what its instructions read and make, in order; round_of: per property the round that makes it, or -1."""
 
     def __init__(self, numbered: Numbered, run: Run, roots: Collection[str]):
         self.numbered, self.run, self.rounds, self.roots = numbered, run, _rounds(run), roots
@@ -120,19 +121,37 @@ class _Run:
 
     def _closed(self) -> bool:
         """Whether rounds take and give as the invariant says."""
-        numbered, last, size = self.numbered, self.rounds - 1, len(self.round_of)
-        before, after = range(self.run.start), range(self.stop, len(numbered.read))
-        elsewhere = [x for k in (*before, *after) for x in numbered.made[k]]
-        if len(np.unique(self.made)) < self.made.size or (self.round_of[elsewhere] >= 0).any():
-            return False  # made twice
-        early, late = ([x for k in part for x in numbered.read[k]] for part in (before, after))
-        roots = [x for x in numbered.gives if numbered.properties[x].tensor in self.roots]
-        if (self.round_of[early] >= 0).any() or ((self.round_of[[*late, *roots]] >= 0) & (self.round_of[[*late, *roots]] < last)).any():
-            return False
-        there, given = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
-        there[list(numbered.needs)] = given[list(numbered.gives)] = True
-        read, own, gives = self.read[1:], np.arange(1, self.rounds)[:, None], given[self.made]
+        return self._made_once() and self._read_near() and self._read_inside() and self._given_alike()
+
+    def _made_once(self) -> bool:
+        elsewhere = [x for part in self._outside() for k in part for x in self.numbered.made[k]]
+        return len(np.unique(self.made)) == self.made.size and not (self.round_of[elsewhere] >= 0).any()
+
+    def _read_near(self) -> bool:
+        """Rounds but the first read of themselves and the one before, of what is there from the start, and what all of them read."""
+        there = self._among(self.numbered.needs)
+        read, own = self.read[1:], np.arange(1, self.rounds)[:, None]
         made = self.round_of[read]
         allowed = (made == own) | (made == own - 1) | ((made < 0) & (there[read] | (read == self.read[1])))
-        alike = (there[read] == there[self.read[1]]).all() and (gives[:-1] == gives[1]).all() and (gives[-1] >= gives[1]).all()
-        return bool(allowed.all() and alike)
+        return bool(allowed.all() and (there[read] == there[self.read[1]]).all())
+
+    def _read_inside(self) -> bool:
+        """What is before the run reads nothing of it, and what is behind it only of the last round; so does backward, where it begins."""
+        before, behind = ([x for k in part for x in self.numbered.read[k]] for part in self._outside())
+        behind += [x for x in self.numbered.gives if self.numbered.properties[x].tensor in self.roots]
+        return bool((self.round_of[before] < 0).all() and np.isin(self.round_of[behind], (-1, self.rounds - 1)).all())
+
+    def _given_alike(self) -> bool:
+        """Rounds but the last give the same, and the last one at least that."""
+        gives = self._among(self.numbered.gives)[self.made]
+        return bool((gives[:-1] == gives[1]).all() and (gives[-1] >= gives[1]).all())
+
+    def _outside(self) -> tuple[range, range]:
+        """The instructions before the run, and behind it."""
+        return range(self.run.start), range(self.stop, len(self.numbered.read))
+
+    def _among(self, properties: Sequence[int]) -> NDArray[np.bool_]:
+        """Per property, whether it is one of these."""
+        found = np.zeros(len(self.round_of), dtype=bool)
+        found[list(properties)] = True
+        return found

@@ -3,7 +3,8 @@ repeated."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import pickle
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -91,6 +92,23 @@ def test_what_is_asked_of_runs_is_needed(kind: str, monkeypatch: pytest.MonkeyPa
         with pytest.MonkeyPatch.context() as own:
             own.setattr(rounds._Run, "_closed", lambda run: False)
             assert not equal(walked(candidate, whole(candidate.program)), walked(candidate, short))
+
+
+def test_regions_inside_of_regions_are_part_of_them() -> None:
+    assert liveness._between({}, 4) == ((0, 4),)
+    assert liveness._between({2: 9, 3: 5, 9: 11}, 14) == ((0, 2), (2, 9), (9, 11), (11, 14))
+    assert liveness._between({0: 3}, 3) == ((0, 3),)
+
+
+def test_what_is_found_out_about_a_program_is_not_sent_along() -> None:
+    candidate = candidates(deep(), FOUR, "dp-even")[0]
+    program = candidate.program
+    assert program.numbered is program.numbered
+    assert rounds.short(program, candidate.costs) is rounds.short(program, candidate.costs) is not None
+    copy = pickle.loads(pickle.dumps(program))
+    assert copy == program
+    assert set(vars(copy)) == {f.name for f in fields(program)}
+    assert copy.numbered == program.numbered
 
 
 def test_a_heap_does_a_stretch_again() -> None:
