@@ -171,7 +171,7 @@ def renamed(known: Candidate, graph: Graph) -> Candidate:
     old = known.theory.graph
     names: dict[str, str] = {}
     for a, b in zip(old.nodes, graph.nodes, strict=True):
-        names |= zip((*a.call.refs(), *(o.name for o in a.outputs)), (*b.call.refs(), *(o.name for o in b.outputs)), strict=True)
+        names |= zip(a.names, b.names, strict=True)
 
     def named(p: Property) -> Property:
         return Property(names[p.tensor], p.placement)

@@ -180,6 +180,11 @@ class Node:
         reads = f" reading {', '.join(f'%{name} as {dtype}' for name, dtype in self.casts)}" if self.casts else ""
         return f"{', '.join(map(str, self.outputs))} = {self.call}{reads}"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its operands, one per occurrence, and of its outputs."""
+        return (*self.call.refs(), *[o.name for o in self.outputs])
+
     def reads(self, ref: TensorRef) -> str:
         """The dtype in which the call reads an operand."""
         return dict(self.casts).get(ref.name, ref.dtype)
@@ -298,7 +303,7 @@ class Graph:
         numbers: dict[object, int] = {}
         found = []
         for node in self.nodes:
-            names = [*node.call.refs(), *(o.name for o in node.outputs)]
+            names = node.names
             tensors = tuple([(r.shape, r.dtype, r.requires_grad, r.mutated) for r in map(self.refs.__getitem__, names)])
             found.append(numbers.setdefault((node.call.constants, tensors, tuple(map(names.index, names))), len(numbers)))
         return tuple(found)

@@ -110,12 +110,10 @@ def run_times(instructions: Sequence[Instruction], parameters: Sequence[Property
     clock = _Clock(len(exact.kinds), False)
     steps = _timed([exact.step(i.triple) for i in instructions])
     for step in steps:
-        clock.communicate("", step.ahead)
-        clock.compute("", step.forward)
+        clock.ahead("", step)
     clock.mark()
     for step in reversed(steps):
-        clock.compute("", step.backward)
-        clock.communicate("", step.back)
+        clock.back("", step)
     clock.mark()
     forward, backward = clock.marks[0], clock.marks[1] - clock.marks[0]
     if exact.mode == "train":
@@ -203,18 +201,12 @@ def _run(
     full = _full_buckets([_gradient_bytes(i, graph) if step.gradient else 0 for i, step in zip(instructions, steps, strict=True)])
     clock = _Clock(len(exact.kinds), events)
     for name, step in zip(names, steps, strict=True):
-        if step.ahead:
-            clock.communicate(name, step.ahead)
-        if step.forward is not None:
-            clock.compute(name, step.forward)
+        clock.ahead(name, step)
     clock.mark()
     if exact.mode == "train":
         for k in reversed(range(len(steps))):
             step, name = steps[k], f"{names[k]} backward" if events else ""
-            if step.backward is not None:
-                clock.compute(name, step.backward)
-            if step.back:
-                clock.communicate(name, step.back)
+            clock.back(name, step)
             if step.gradient and synchronise:
                 clock.gradient(step.gradient, full=k in full)
         clock.mark()
@@ -277,9 +269,21 @@ class _Clock:
         """The events before, between and after marks."""
         return [self.events[a:b] for a, b in pairwise((0, *self._places, len(self.events)))]
 
-    def compute(self, name: str, seconds: Seconds | None) -> None:
-        if seconds is None:
-            return
+    def ahead(self, name: str, step: _Timed) -> None:
+        """A step forward: what it waits for, then its compute."""
+        if step.ahead:
+            self.communicate(name, step.ahead)
+        if step.forward is not None:
+            self.compute(name, step.forward)
+
+    def back(self, name: str, step: _Timed) -> None:
+        """A step backward, in reverse."""
+        if step.backward is not None:
+            self.compute(name, step.backward)
+        if step.back:
+            self.communicate(name, step.back)
+
+    def compute(self, name: str, seconds: Seconds) -> None:
         start, self.now = self.now, tuple(map(add, self.now, seconds))
         if self.record:
             self.events.append(Event(name, "compute", start, self.now))

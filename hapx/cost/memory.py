@@ -87,15 +87,14 @@ def storage_bytes(ref: TensorRef, states: int, training: bool) -> float:
 def saved(node: Node, graph: Graph) -> tuple[str, ...]:
     """Names of the operands and outputs that the node keeps for its backward."""
     places = _places(graph, node)
-    names = (*node.call.refs(), *(o.name for o in node.outputs)) if places else ()
+    names = node.names if places else ()
     return tuple([names[place] for place in places])
 
 
 @once_per_kind
 def _places(graph: Graph, node: Node) -> tuple[int, ...]:
     """Of what it keeps, among its operands and outputs."""
-    names = (*node.call.refs(), *(o.name for o in node.outputs))
-    return tuple(map(names.index, _saved(graph, node)))
+    return tuple(map(node.names.index, _saved(graph, node)))
 
 
 def _saved(graph: Graph, node: Node) -> tuple[str, ...]:

@@ -227,9 +227,9 @@ class CostModel:
 
     def _signature(self, index: int, node: Node) -> Any:
         """Equal for nodes whose costs are equal in equal placements."""
-        names, first = (*node.call.refs(), *(o.name for o in node.outputs)), node.outputs[0].name
+        first = node.outputs[0].name
         again = first in self.graph.recomputed, first in self._forgotten
-        tensors = tuple([(self.graph.refs[n].kind, n in self._kept) for n in names])
+        tensors = tuple([(self.graph.refs[n].kind, n in self._kept) for n in node.names])
         return self.graph.alike[index], tensors, lies(self.graph, node), again, tuple([dtype for _, dtype in node.casts])
 
     def _instruction(self, triple: Triple, node: Node, body: OpCall) -> StepCost:

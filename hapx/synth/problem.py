@@ -154,7 +154,6 @@ class _Builder:
     def problem(self) -> Problem:
         self.last, self.first = self._uses()
         self.tables = self._tables()
-        self.fixed: dict[str, int | None] = {}
         steps, start = self._steps()
         unused = {n: stored[0] for n, stored in self.stored.items() if n not in self.first}
         cuts = frozenset(s.cut for p in self.placements for s in p.states if isinstance(s, Sharded) and s.cut.row.kind != "even")
@@ -308,11 +307,6 @@ class _Builder:
 
     def _fixed(self, name: str) -> int | None:
         """The mask of a tensor that needs no bits in partial programs, else None."""
-        if name not in self.fixed:
-            self.fixed[name] = self._mask(name)
-        return self.fixed[name]
-
-    def _mask(self, name: str) -> int | None:
         table = self.tables[name]
         if name in self.stored:
             return 0 if self.first[name] == self.last[name] else None
@@ -325,13 +319,12 @@ class _Builder:
         read = [p.tensor for p in self.triples[k][0].pre]
         tensors = tuple(dict.fromkeys(read))
         outputs = tuple([o.name for o in node.outputs])
+        slots = self._slots(k, tensors)
+        results = tuple([Result(self.tables[name], name in self.last) for name in outputs])
         occurrences = tuple([tensors.index(name) for name in read])
-        before = tuple([(id(self.tables[name]), self._fixed(name), self.last[name] > k) for name in tensors])
-        after = tuple([(id(self.tables[name]), name in self.last) for name in outputs])
-        quick = (self.alike[k], occurrences, before, after, *self._circumstances(k))
+        quick = (self.alike[k], occurrences, _keys(slots), _keys(results), *self._circumstances(k))
         if quick not in self.known:
-            results = tuple(Result(self.tables[name], name in self.last) for name in outputs)
-            self.known[quick] = self._class(k, tensors, occurrences, self._slots(k, tensors), results)
+            self.known[quick] = self._class(k, tensors, occurrences, slots, results)
         return self._step(k, self.known[quick], tensors, outputs, bits)
 
     def _circumstances(self, k: int) -> tuple[Any, ...]:
@@ -377,7 +370,7 @@ class _Builder:
         return tuple([Slot(self.tables[n], fixed := self._fixed(n), fixed is None and self.last[n] > k) for n in tensors])
 
     def _regions(self, k: int) -> tuple[Any, ...]:
-        return tuple([(r.kind, r.options) for r in self.graph.regions if r.start <= k < r.stop]) if self.graph.regions else ()
+        return tuple([(r.kind, r.options) for r in self.graph.regions if r.start <= k < r.stop])
 
     def _step(self, k: int, kind: StepClass, tensors: tuple[str, ...], outputs: tuple[str, ...], bits: _Registers) -> Step:
         live = bits.live()
