@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.whole_models import TOLERANCE, Case, compare, prepared
 from hapx.synth.astar import Statistics
 from hapx.synth.domain import Synthesis
-from hapx.synth.search import BUDGET, WIDE, _search, _widened
+from hapx.synth.search import BUDGET, WIDE, _search, _tolerance, _widened
 
 CASES = (Case("GPT", "8"), Case("BERT-MoE", "4"), Case("BERT-MoE", "8"), Case("GPT", "2x2", keep=6), Case("BERT-MoE", "2x2", keep=4))
 BUDGETS = (BUDGET, BUDGET // 10, BUDGET // 100, 0)
@@ -31,7 +31,7 @@ def cut_table(time_limit: float, cases: tuple[Case, ...] = CASES) -> tuple[Table
             p.problem.programs.clear()
             first = _search(domain, statistics, budget=budget, wide=False)
             reported = statistics.gap
-            best = _widened(domain, statistics, first, WIDE[len(p.problem.theory.mesh.axes) > 1])
+            best = _widened(domain, statistics, first, WIDE[len(p.problem.theory.mesh.axes) > 1], _tolerance(p.problem))
             assert first is not None and best is not None
             # against the program that the oracle found; where its proof is not complete, this is the gap to a program, not to the optimum
             gaps = [max(x.estimate / oracle.cost - 1, 0.0) for x in (first, best)]

@@ -15,9 +15,12 @@ Invariant: both rules keep at least one optimal solution, so the first complete 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from math import inf
+from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
 TOLERANCE = 1e-11
@@ -48,6 +51,12 @@ class Domain(Protocol[N]):
 
     def dominates(self, a: N, b: N) -> bool:
         """Whether a's cost makes b superfluous, given that a's place includes b's."""
+
+    def likely(self, node: N) -> float:
+        """What the best solution that it leads to may cost: a guess, where the estimate is a bound."""
+
+    def kin(self, node: N) -> int:
+        """Equal for nodes of one level that differ in little."""
 
     def again(self, node: N, limit: float) -> list[N] | None:
         """What repeats what was done where things stood as they do here, if they did: the next partial solution or, where a whole round was the same,
@@ -119,32 +128,47 @@ class Front(Generic[N]):
         return [node for nodes in self.places.values() for node in nodes]
 
 
-def beam(domain: Domain[N], width: int, statistics: Statistics, incumbent: N | None = None) -> N | None:
-    """A good solution: level by level, the `width` nodes of least estimate below the incumbent's; where decisions repeat themselves, the same
-    ones again. The incumbent where nothing is better."""
-    limit = incumbent.estimate * (1 - TOLERANCE) if incumbent is not None else float("inf")
+@dataclass(frozen=True, slots=True)
+class Width:
+    """Of a beam: nodes of a level. apart: of those that are kin one first, so that all of them are not variants of one another."""
+
+    nodes: int
+    apart: bool = False
+
+
+def beam(domain: Domain[N], width: Width, statistics: Statistics, incumbent: N | None = None, tolerance: float = TOLERANCE) -> N | None:
+    """A good solution: level by level, the nodes that are best by their estimate and by what they are likely to cost, in turns; where decisions
+    repeat themselves, the same ones again. The incumbent where nothing is better by more than the tolerance (relative)."""
     start = domain.start()
-    reached: list[list[N]] = [[] for _ in range(domain.depth + 1)]
-    nodes = [start] if start is not None else []
-    for level in range(domain.depth):
+    return _followed(domain, width, statistics, [start], incumbent, 1 - tolerance) if start is not None else incumbent
+
+
+def _followed(domain: Domain[N], width: Width, statistics: Statistics, nodes: list[N], best: N | None, within: float) -> N | None:
+    """From nodes of one level. What leaps over others is followed to its end first: it limits them."""
+    while nodes and nodes[0].level < domain.depth:
+        limit = best.estimate * within if best is not None else inf
+        following: dict[int, list[N]] = {nodes[0].level + 1: []}
         for node in nodes:
             statistics.expansions += 1
             repeated = domain.again(node, limit)
-            for successor in domain.successors(node, limit, width + 2) if repeated is None else repeated:
+            for successor in domain.successors(node, limit, width.nodes + 2) if repeated is None else repeated:
                 statistics.generated += 1
-                reached[successor.level].append(successor)
-        nodes = _best(domain, reached[level + 1], width, statistics)
-        reached[level + 1] = []
-    return min(nodes, key=lambda n: n.estimate, default=incumbent)
+                following.setdefault(successor.level, []).append(successor)
+        after, *leapt = following.values()
+        for ahead in leapt:
+            best = _followed(domain, width, statistics, ahead, best, within)
+        limit = best.estimate * within if best is not None else inf
+        nodes = _best(domain, [n for n in after if n.estimate < limit], width, statistics)
+    return min(nodes, key=lambda n: n.estimate, default=best)
 
 
-def _best(domain: Domain[N], nodes: list[N], width: int, statistics: Statistics) -> list[N]:
-    """The `width` nodes of one level of least estimate that none of them dominates. What dominates a node has no larger estimate, so those above the
-    last one kept need not be compared."""
+def _best(domain: Domain[N], nodes: list[N], width: Width, statistics: Statistics) -> list[N]:
+    """The best nodes of one level that none of them dominates. What dominates a node is no worse, so those behind the last one kept need not be
+    compared."""
     front = Front(domain)
     kept = 0
-    for place, node in enumerate(sorted(nodes, key=lambda n: n.estimate)):
-        if kept == width:
+    for place, node in enumerate(_ranked(domain, nodes, width)):
+        if kept == width.nodes:
             statistics.cut += len(nodes) - place
             break
         admitted = front.admit(node)
@@ -153,17 +177,37 @@ def _best(domain: Domain[N], nodes: list[N], width: int, statistics: Statistics)
     return front.nodes()
 
 
+def _ranked(domain: Domain[N], nodes: list[N], width: Width) -> list[N]:
+    """The best ones first. Estimates of many nodes are equal, and of those with the same bound most lead nowhere; what is likely misleads elsewhere:
+    so by turns what is first in either order (as Helmert 2006, *The Fast Downward planning system*, section 5, expands nodes)."""
+    ranked = sorted(nodes, key=lambda n: n.estimate)
+    if width.nodes == 1 or len(nodes) <= width.nodes:
+        return ranked
+    in_turns = chain.from_iterable(zip(sorted(nodes, key=domain.likely), ranked, strict=True))
+    ranked = list({id(n): n for n in in_turns}.values())
+    if not width.apart:
+        return ranked
+    seen: Counter[int] = Counter()
+    rounds = []
+    for node in ranked:
+        kin = domain.kin(node)
+        rounds.append(seen[kin])
+        seen[kin] += 1
+    return [node for _, node in sorted(zip(rounds, ranked, strict=True), key=itemgetter(0))]
+
+
 def search(
     domain: Domain[N], statistics: Statistics, incumbent: N | None = None, budget: int | None = None, tolerance: float = TOLERANCE,
-    watch: Watch | None = None, pace: int | None = None,
+    watch: Watch | None = None, pace: Sequence[int] = (),
 ) -> N | None:  # fmt: skip
     """A solution that is optimal within `tolerance` (relative), or `incumbent` where nothing is better; None if there is no solution at all.
 
     budget: nodes to keep at most (four times as many while there is no solution); when it is spent, the best solution so far is returned
-    and `statistics.unproven` says so, `statistics.gap` how far from the best it may be. pace: nodes after which a search
-    ends whose least estimate has risen so little that at this pace it would not come half of the way to a proof with its budget."""
+    and `statistics.unproven` says so, `statistics.gap` how far from the best it may be. pace: numbers of nodes at which a search
+    ends whose least estimate has risen so little since the last of them that at this pace it would not come half of the way to a proof with its
+    budget."""
     best = incumbent
-    limit = best.estimate * (1 - tolerance) if best is not None else float("inf")
+    limit = best.estimate * (1 - tolerance) if best is not None else inf
     least = limit  # below the estimates of everything that was not followed further
     fronts: list[Front[N]] = [Front(domain) for _ in range(domain.depth + 1)]
     start = domain.start()
@@ -171,7 +215,7 @@ def search(
         return best
     queue: list[tuple[float, int, int, N]] = [(start.estimate, 0, 0, start)]
     count = generated = 0
-    slow = False
+    asked, then, since, slow = 0, start.estimate, 0, False
     while queue:
         estimate, _, _, node = heapq.heappop(queue)
         if estimate >= limit:
@@ -182,8 +226,9 @@ def search(
         if node.level == domain.depth:
             best = node
             break
-        if budget is not None and pace is not None and best is not None and count >= pace:
-            slow, pace = (estimate - start.estimate) * budget < (limit - start.estimate) * count / 2, None  # asked once
+        if budget is not None and best is not None and asked < len(pace) and count >= pace[asked]:
+            slow = (estimate - then) * budget < (limit - then) * (count - since) / 2
+            asked, then, since = asked + 1, estimate, count
         if budget is not None and (slow or count > (budget if best is not None else 4 * budget)):
             statistics.unproven += 1
             statistics.cut += len(queue) + 1

@@ -17,10 +17,11 @@ import numpy as np
 from hapx.cost.edges import Array, Numbers
 from hapx.synth.effect import Vector
 from hapx.synth.moves import Moves
+from hapx.synth.outline import Value
 from hapx.synth.problem import Problem
 from hapx.synth.relaxation import GENERAL, Context, Relaxation, Use
 from hapx.synth.sheet import Weighted
-from hapx.synth.tables import TensorTable, bits
+from hapx.synth.tables import bits
 
 
 class Bound:
@@ -32,7 +33,8 @@ class Bound:
         self.none: Vector = (0.0,) * len(self.relaxation.weights)
         self._parts: dict[tuple[int, int, int, int], Vector] = {}
         self._at: list[dict[int, Vector]] = [{} for _ in range(len(problem.steps) + 1)]
-        self._bounds: dict[tuple[int, int], tuple[Numbers, bool]] = {}
+        self._likely: list[dict[int, Vector]] = [{} for _ in problem.steps]
+        self._bounds: dict[tuple[int, bool, int], tuple[Numbers, bool]] = {}
         self._rows: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._known: dict[tuple[int, int], tuple[Weighted, Array]] = {}
         self._several: dict[tuple[int, int, int, int], list[Array]] = {}
@@ -44,6 +46,14 @@ class Bound:
         known = self._at[level]
         if place not in known:
             known[place] = self._rest(level, place, self._context(level, place))
+        return known[place]
+
+    def likely(self, level: int, place: int) -> Vector:
+        """As `rest`, with what all live values add: no bound."""
+        known = self._likely[level]
+        if place not in known:
+            parts = self._rests(level, place, self._context(level, place))
+            known[place] = tuple([least + sum([x - least for x in own if x > least]) for least, *own in zip(*parts, strict=True)])
         return known[place]
 
     def quick(self, level: int, place: int) -> Vector | None:
@@ -92,62 +102,63 @@ class Bound:
     def _rest(self, level: int, place: int, context: Context) -> Vector:
         if level == len(self.problem.steps):
             return self.none
-        found = [self._part(level, context, -1, 0)]
-        for i, (table, _, shift) in enumerate(self.outline.values[level]):
-            found.append(self._part(level, context, i, place >> shift & table.full))
+        found = self._rests(level, place, context)
         return found[0] if len(found) == 1 else tuple(map(max, *found))
 
-    def _part(self, level: int, context: Context, value: int, mask: int) -> Vector:
-        """The bound that one live value gives (-1: none of them)."""
-        key = level, id(context), value, mask  # contexts are kept by the relaxation
+    def _rests(self, level: int, place: int, context: Context) -> list[Vector]:
+        """The bounds by none of the live values and by each of them."""
+        found = [self._part(level, context, GENERAL, 0)]
+        for shift, value in self.outline.values[level].items():
+            found.append(self._part(level, context, shift, place >> shift & value.table.full))
+        return found
+
+    def _part(self, level: int, context: Context, shift: int, mask: int) -> Vector:
+        """The bound that one live value gives (`GENERAL`: none of them)."""
+        key = level, id(context), shift, mask  # contexts are kept by the relaxation
         if key not in self._parts:
-            if value < 0:
+            if shift == GENERAL:
                 rows, offset = self.relaxation.rows(context, level)
                 best = rows[GENERAL][0] + offset
             else:
-                table, use, shift = self.outline.values[level][value]
-                best = self._available(context, level, shift, table, use, mask)
+                best = self._available(context, level, self.outline.values[level][shift], mask)
             self._parts[key] = tuple((best + context.more if level < context.bottom else best).tolist())
         return self._parts[key]
 
-    def _available(self, context: Context, level: int, shift: int, table: TensorTable, use: int, mask: int) -> Array:
-        """The bound by one value that is available in `mask` and used next at `use`; below the context's bottom without what the context adds."""
+    def _available(self, context: Context, level: int, value: Value, mask: int) -> Array:
+        """The bound by one value that is available in `mask`; below the context's bottom without what the context adds."""
         rows, offset = self.relaxation.rows(context, level)
-        best: Array = self._row(rows[shift], table, mask) + offset
-        if not self._bounding(table, mask)[1]:
-            best = np.maximum(best, self._set(context, level, shift, table, use, mask))
+        best: Array = self._row(rows[value.shift], value, mask) + offset
+        if not value.last and not self._bounding(value, mask)[1]:
+            best = np.maximum(best, self._set(context, level, value, mask))
         return best
 
-    def _set(self, context: Context, level: int, shift: int, table: TensorTable, use: int, mask: int) -> Array:
+    def _set(self, context: Context, level: int, value: Value, mask: int) -> Array:
         """By the recursion of the module from the next use of the value, backward."""
-        found = self._several.setdefault((id(context), shift, mask, use), [])
-        while len(found) <= use - level:
-            at = use - len(found)
+        found = self._several.setdefault((id(context), value.shift, mask, value.use), [])
+        while len(found) <= value.use - level:
+            at = value.use - len(found)
             weighted, then = self._weighted(context, at)
             if found:
-                value = weighted.total(np.maximum(then, found[-1])).min(axis=0)
+                before = weighted.total(np.maximum(then, found[-1])).min(axis=0)
             else:
-                value = self._use(context, at, shift, table, mask, weighted, then)
-            found.append(value - context.more if at == context.bottom - 1 else value)
-        return found[use - level]
+                before = self._use(context, value, mask, weighted, then)
+            found.append(before - context.more if at == context.bottom - 1 else before)
+        return found[value.use - level]
 
-    def _use(self, context: Context, level: int, shift: int, table: TensorTable, mask: int, weighted: Weighted, then: Array) -> Array:
-        """The bound by a value in `mask` just before its use."""
-        step = self.problem.steps[level]
-        slot = step.slot_shifts.index(shift)
-        needs = weighted.needs[slot]
+    def _use(self, context: Context, value: Value, mask: int, weighted: Weighted, then: Array) -> Array:
+        """The bound by a value in `mask` just before its next use, which is not the last."""
+        table, step = value.table, self.problem.steps[value.use]
+        needs = weighted.needs[step.slot_shifts.index(value.shift)]
         cost = self.relaxation.priced.conversions(table)[list(bits(mask))].min(axis=0)[needs]
-        if not step.kind.slots[slot].live:
-            return (cost + weighted.total(then)).min(axis=0)  # type: ignore[no-any-return]
-        rows, offset = self.relaxation.rows(context, level + 1)
-        following = next(use for _, use, at in self.outline.values[level + 1] if at == shift)
+        rows, offset = self.relaxation.rows(context, value.use + 1)
+        following = self.outline.values[value.use + 1][value.shift]
         after: dict[int, Array] = {}
         for target in dict.fromkeys(needs.tolist()):
             more = mask | table.closure(target)
             if more == mask:
-                after[target] = self._available(context, level + 1, shift, table, following, mask)
+                after[target] = self._available(context, value.use + 1, following, mask)
             else:
-                after[target] = self._row(rows[shift], table, more) + offset
+                after[target] = self._row(rows[value.shift], following, more) + offset
         return (cost + weighted.total(np.maximum(then, np.array([after[t] for t in needs.tolist()])))).min(axis=0)  # type: ignore[no-any-return]
 
     def _weighted(self, context: Context, level: int) -> tuple[Weighted, Array]:
@@ -156,18 +167,23 @@ class Bound:
             self._known[key] = self.relaxation.choices(context, level)
         return self._known[key]
 
-    def _row(self, rows: Array, table: TensorTable, mask: int) -> Array:
+    def _row(self, rows: Array, value: Value, mask: int) -> Array:
         """The bound of what is available in `mask` by the rows of a table; those of equal layers are one array."""
         key = id(rows), mask
         known = self._rows.get(key)
         if known is None:  # held with the array, whose identity stays its own
-            known = self._rows[key] = rows, np.maximum.reduce(rows[self._bounding(table, mask)[0]], axis=0)
+            if value.last:
+                found = np.minimum.reduce(rows[list(bits(mask))], axis=0)
+            else:
+                found = np.maximum.reduce(rows[self._bounding(value, mask)[0]], axis=0)
+            known = self._rows[key] = rows, found
         return known[1]
 
-    def _bounding(self, table: TensorTable, mask: int) -> tuple[Numbers, bool]:
+    def _bounding(self, value: Value, mask: int) -> tuple[Numbers, bool]:
         """The rows of all that includes `mask`: any of them bounds it; and whether there is one for just this."""
-        key = id(table), mask
+        key = id(value.table), value.several, mask
         if key not in self._bounds:
-            sets = self.outline.sets(table)
+            sets = self.outline.sets(value.table)
+            sets = sets if value.several else sets[: len(value.table.placements)]
             self._bounds[key] = np.array([i for i, known in enumerate(sets) if known & mask == mask]), mask in sets
         return self._bounds[key]

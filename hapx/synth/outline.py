@@ -2,42 +2,75 @@
 
 In: the steps of a problem. Out: per level, which slots are the first use of a parameter; what is live, as values that keep their placements and as
 parameters with their next use; per table, the sets of placements that the bound knows. Made once per problem.
+
+A value is made in one placement (and what follows for free), and before its last use whatever it has been converted to is as good as the best of
+it. So tables know sets of several placements only for values between their first use and their last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
-from hapx.cost.edges import Mask, Numbers
+from hapx.cost.edges import Array, Mask, Numbers
 from hapx.synth.problem import Step, StepClass
 from hapx.synth.tables import TensorTable
 
 # parameters that are live whose next use the bound prices, the largest ones: each more multiplies the tables that a search needs. A block that is
 # called four times has a dozen
 PRICED = 2
-PAIRS = 100  # sets of two placements that the tables of the bound have rows for, if there are not more of them
+LARGE = 0.5  # of the bytes of the largest value that is live: those that are large
+PAIRS = 1000  # sets of two placements that the tables of the bound have rows for, if there are not more of them
+
+
+class Value(NamedTuple):
+    """A live value: its next use, where it has its bits, whether it was used before, and whether the next use is the last; several: it was, and it
+    is not, so that sets of placements count."""
+
+    table: TensorTable
+    use: int
+    shift: int
+    used: bool
+    last: bool
+    several: bool
 
 
 class Outline:
     """Per level: `first`: per slot, whether it is a parameter used for the first time. `stored`: of the largest parameters that are live the next use
-    (level, slot) and their bits (shift, mask); `values`: of the other values table, next use and bits. `places`: their bits, and -1."""
+    (level, slot) and their bits (shift, mask); `values`: the other values, by where they have their bits. `places`: that, and -1."""
 
     def __init__(self, steps: tuple[Step, ...]):
         self.first = [_first(step) for step in steps]
         self.stored: list[tuple[tuple[int, int, int, int], ...]] = []
-        self.values: list[tuple[tuple[TensorTable, int, int], ...]] = []
+        self.values: list[dict[int, Value]] = []
         following: dict[str, tuple[int, int]] = {}
+        value: dict[str, Value] = {}  # by its name, as it is before its next use
+        first: dict[str, int] = {}
+        for level, step in enumerate(steps):
+            for name in step.tensors:
+                first.setdefault(name, level)
         for level in range(len(steps) - 1, -1, -1):
             step = steps[level]
-            following |= {name: (level, slot) for slot, name in enumerate(step.tensors)}
+            for slot, (name, shift) in enumerate(zip(step.tensors, step.slot_shifts, strict=True)):
+                used, last = first[name] < level, name not in following
+                following[name] = level, slot
+                if shift >= 0:
+                    value[name] = Value(step.kind.slots[slot].table, level, shift, used, last, used and not last)
             stored = sorted([(n, t, shift) for n, t, shift in step.live if t.stored], key=lambda live: -live[1].ref.bytes)
             self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in stored[:PRICED]]))
-            self.values.append(tuple([(t, following[n][0], shift) for n, t, shift in step.live if not t.stored]))
+            self.values.append({at: value[n] for n, t, at in step.live if not t.stored})
         self.stored.reverse()
         self.values.reverse()
-        self.places = [(-1, *(shift for _, _, shift in values)) for values in self.values]
+        self.places = [(-1, *values) for values in self.values]
+        between = [v for values in self.values for v in values.values() if v.several]
+        self._several = {id(v.table) for v in between}
+        # classes and slots that read values between their first use and their last
+        self.wide = {(id(steps[v.use].kind), steps[v.use].slot_shifts.index(v.shift)) for v in dict.fromkeys(between)}
+        self._as_later: dict[int, bool] = {}
         self._ends: dict[int, tuple[tuple[Numbers, ...], tuple[Numbers, ...]]] = {}
         self._sets: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
         self._inside: dict[int, Mask] = {}
@@ -52,8 +85,23 @@ class Outline:
             self._ends[id(kind)] = needs, tuple([np.array([c.gives[i] for c in kind.choices]) for i in range(len(kind.results))])
         return self._ends[id(kind)]
 
+    @cached_property
+    def large(self) -> list[int]:
+        """Per level, the bits of the large values."""
+        return [_large(values) for values in self.values]
+
+    def alike(self, level: int, later: int, moved: Mapping[int, int]) -> bool:
+        """Whether the tables before a level and one period later have the same rows. moved: where what is live before the one has its bits before the
+        other."""
+        if level not in self._as_later:
+            other = self.values[later]
+            both = [(v, other[moved.get(at, at)]) for at, v in self.values[level].items()]
+            self._as_later[level] = all(v.used == o.used and v.last == o.last for v, o in both)
+        return self._as_later[level]
+
     def sets(self, table: TensorTable) -> list[int]:
-        """The masks that a table has rows for: what one placement gives for free, anything, and what two placements give together."""
+        """The masks that a table has rows for: what one placement gives for free; where some value needs them, anything, and what two placements give
+        together."""
         return self._of(table)[0]
 
     def pairs(self, table: TensorTable) -> list[tuple[int, int]]:
@@ -63,9 +111,10 @@ class Outline:
     def _of(self, table: TensorTable) -> tuple[list[int], list[tuple[int, int]]]:
         if id(table) not in self._sets:
             closures = [table.closure(i) for i in range(len(table.placements))]
-            found = [*closures, table.full]
+            several = id(table) in self._several
+            found = [*closures, table.full] if several else closures
             row = {mask: i for i, mask in reversed(list(enumerate(found)))}
-            together = {a | b: (row[a], row[b]) for a, b in combinations(dict.fromkeys(closures), 2)}
+            together = {a | b: (row[a], row[b]) for a, b in combinations(dict.fromkeys(closures if several else ()), 2)}
             pairs = {mask: rows for mask, rows in together.items() if mask not in row}
             pairs = pairs if len(pairs) <= PAIRS else {}
             self._sets[id(table)] = [*found, *pairs], list(pairs.values())
@@ -94,6 +143,20 @@ class Outline:
         if key not in self._following:
             self._following[key] = self.afterwards(kind.slots[slot].table).T[self.ends(kind)[0][slot]]
         return self._following[key]
+
+    def least(self, table: TensorTable, rows: Array, used: bool) -> Array:
+        """The rows of a value before its last use: the best of each set of placements, from those of single placements."""
+        if not used:
+            return rows
+        ones, twos = np.array(self.pairs(table), dtype=np.int64).reshape(-1, 2).T
+        every = rows.min(axis=0, keepdims=True)
+        known = np.concatenate([rows, every])
+        return np.concatenate([known, np.minimum(known[ones], known[twos])])
+
+
+def _large(values: Mapping[int, Value]) -> int:
+    most = max([v.table.ref.bytes for v in values.values()], default=0)
+    return sum(v.table.full << at for at, v in values.items() if v.table.ref.bytes >= LARGE * most)
 
 
 def _first(step: Step) -> tuple[bool, ...]:

@@ -32,9 +32,9 @@ import numpy as np
 from hapx.cost.edges import Array
 from hapx.synth.grid import Prices, Weights, padded
 from hapx.synth.moves import Moves
-from hapx.synth.outline import Outline
+from hapx.synth.outline import Outline, Value
 from hapx.synth.periods import Repetition
-from hapx.synth.problem import Problem, Step, StepClass
+from hapx.synth.problem import Problem, StepClass
 from hapx.synth.sheet import Priced, Sheet, Weighted
 from hapx.synth.tables import bits
 
@@ -139,6 +139,8 @@ class Relaxation:
             later = level + repetition.period[level]
             if level in cutting:  # what is larger by a number per weight may not be so before a cut
                 same = False
+            if moved is not None and not self.outline.alike(level, later, moved):
+                moved = None
             if moved is not None and same and first[level] == first[later] and repetition.continues(level):
                 before = self._base[later]
                 self._base[level] = {at: before[moved.get(at, at)] for at in self.outline.places[level]} if moved else before
@@ -164,11 +166,10 @@ class Relaxation:
 
     def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use], offset: Array) -> None:
         """The table before a step from that after it; `offset` is to be added to both."""
-        step = self.problem.steps[level]
         weighted, then = self._choices(level, after, uses)
         rows[GENERAL] = np.minimum.reduce(self._total(weighted, then, offset), axis=0, keepdims=True)
-        for _, _, shift in self.outline.values[level]:
-            rows[shift] = self._value(step, shift, weighted, then, after, offset)
+        for shift in self.outline.values[level]:
+            rows[shift] = self._value(level, shift, weighted, then, after, offset)
 
     def _total(self, weighted: Weighted, rest: Array, offset: Array) -> Array:
         """As `Weighted.total`, of bounds to which `offset` is to be added."""
@@ -197,14 +198,27 @@ class Relaxation:
                 then = np.maximum(then, after[shift][gives])
         return weighted, then
 
-    def _value(self, step: Step, shift: int, weighted: Weighted, then: Array, after: Rows, offset: Array) -> Array:
+    def _value(self, level: int, shift: int, weighted: Weighted, then: Array, after: Rows, offset: Array) -> Array:
         """(choice, row, weights) -> the least over the choices, which come first as that is fastest."""
+        step = self.problem.steps[level]
         if shift not in step.slot_shifts:
             return np.minimum.reduce(self._total(weighted, np.maximum(then[:, None], after[shift]), offset))  # type: ignore[no-any-return]
+        value = self.outline.values[level][shift]
         slot, rest = step.slot_shifts.index(shift), then[:, None]
-        if step.kind.slots[slot].live:
-            rest = np.maximum(rest, after[shift][self.outline.following(step.kind, slot)])
-        return np.minimum.reduce(self.priced.needed(step.kind, slot) + self._total(weighted, rest, offset))  # type: ignore[no-any-return]
+        needed = self.priced.needed(step.kind, slot)
+        if not value.several:
+            needed = needed[:, : len(value.table.placements)]
+        if not value.last:
+            rest = np.maximum(rest, self._converted(level, slot, value, after[shift]))
+        return np.minimum.reduce(needed + self._total(weighted, rest, offset))  # type: ignore[no-any-return]
+
+    def _converted(self, level: int, slot: int, value: Value, after: Array) -> Array:
+        """(choice, row, weights) -> the bound by a value that is used again, after it was converted to what a choice needs."""
+        kind, outline = self.problem.steps[level].kind, self.outline
+        if outline.values[level + 1][value.shift].last:
+            return np.minimum(outline.least(value.table, after, value.used), after[outline.ends(kind)[0][slot]][:, None])
+        following = outline.following(kind, slot)
+        return after[following if value.used else following[:, : len(value.table.placements)]]
 
     def _weighted(self, kind: StepClass, first: tuple[bool, ...]) -> Weighted:
         """`first`: slots that are parameters used for the first time here."""

@@ -18,7 +18,7 @@ they would take longer than what they bring is worth.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -32,7 +32,7 @@ from hapx.ir import Graph
 from hapx.plan import ProgramKey
 from hapx.restriction import AUTO, Restriction
 from hapx.states import Placement
-from hapx.synth.astar import TOLERANCE, Statistics, beam, search
+from hapx.synth.astar import TOLERANCE, Statistics, Width, beam, search
 from hapx.synth.domain import State, Synthesis
 from hapx.synth.effect import Vector, compose
 from hapx.synth.limited import fitting
@@ -43,17 +43,18 @@ from hapx.synth.tables import Values, numbered
 from hapx.synth.writer import Solution, solution
 from hapx.theory.triple import Theory
 
-WIDTH = 4  # of the beam
+NARROW, WIDTH = Width(1), Width(4)  # of the beams that a search begins with
 REMEMBERED = 2  # programs that the next search begins with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
 LONG = 60_000  # the same for problems of up to EXACT steps in which memory binds, where a single one is searched
 EXACT = 100  # steps up to which a problem is solved to the end
 NEARLY = 400  # and up to which one on a single axis is solved to a
 ALMOST = 1e-6  # relative distance from the optimum
-WIDE = (16, 4)  # width of the beam that follows where a search ends with its budget, on meshes of one axis and of several, and
-WIDEST = (256, 64)  # the same where memory binds in a problem of up to EXACT steps
-PACE = 300  # partial programs after which the search of a problem of more than EXACT steps is asked whether its budget leads anywhere
+WIDE = ((Width(16), Width(8, True)), (Width(8, True),))  # of those that follow where a search ends with its budget, on one axis and on several,
+WIDEST = ((Width(256),), (Width(64),))  # and where memory binds in a problem of up to EXACT steps
+PACE = (300, BUDGET // 3)  # partial programs after which the search of a problem of more than EXACT steps is asked whether its budget leads anywhere
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
+WORTH = 0.25  # of the distance: what a beam may leave, which follows nothing that is not better by more
 WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
 
 
@@ -145,7 +146,7 @@ def _with_memory(
         best = domain.follow(problem.programs[0])
     own = Statistics()
     best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch))
-    best = _widened(domain, own, best, WIDEST[len(problem.theory.mesh.axes) > 1])
+    best = _widened(domain, own, best, WIDEST[len(problem.theory.mesh.axes) > 1], TOLERANCE)
     statistics.gap = 0.0  # that of the program without limits
     statistics.add(own)
     return best
@@ -185,10 +186,10 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
         best = _incumbent(domain, statistics, within, best)
     own = Statistics()
     short = problem.within or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
-    pace = PACE if len(problem.steps) > EXACT else None
+    pace = PACE if len(problem.steps) > EXACT else ()
     best = search(domain, own, best, BUDGET // 6 if short else budget, within, problem.watch, pace)
     if wide and problem.exposed == 1:
-        best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1])
+        best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1], within)
     statistics.add(own)
     if best is not None:
         problem.programs[:] = [best, *problem.programs[: REMEMBERED - 1]]
@@ -201,13 +202,13 @@ def _incumbent(domain: Synthesis, statistics: Statistics, within: float, best: S
     problem = domain.problem
     if problem.seeds is None:
         problem.seeds = seeds(problem)
-    narrow, wide = [(seed, 1) for seed in problem.seeds], [(None, WIDTH)] if problem.exposed == 1 else []
+    narrow, wide = [(seed, NARROW) for seed in problem.seeds], [(None, WIDTH)] if problem.exposed == 1 else []
     start = domain.start()
-    for only, width in [(None, 1), *(wide + narrow if problem.within else narrow + wide)]:
-        if best is not None and width == 1 and start is not None and start.estimate >= best.estimate * (1 - within):
+    for only, width in [(None, NARROW), *(wide + narrow if problem.within else narrow + wide)]:
+        if best is not None and width == NARROW and start is not None and start.estimate >= best.estimate * (1 - within):
             break
         domain.only = only
-        best = beam(domain, width, statistics, best)
+        best = beam(domain, width, statistics, best, WORTH * within)
     domain.only = None
     return best
 
@@ -219,13 +220,14 @@ def _counted(domain: Synthesis, statistics: Statistics, best: State | None) -> S
     return best
 
 
-def _widened(domain: Synthesis, statistics: Statistics, best: State | None, width: int) -> State | None:
-    """Where a search ended with its budget, a wider beam tries once more: a best-first search that ends early has hardly seen the last steps.
+def _widened(domain: Synthesis, statistics: Statistics, best: State | None, widths: Sequence[Width], within: float) -> State | None:
+    """Where a search ended with its budget, wider beams try once more: a best-first search that ends early has hardly seen the last steps.
     statistics: of this search alone."""
     if best is None or not statistics.unproven:
         return best
     bound = best.estimate * (1 - statistics.gap)
-    best = beam(domain, width, statistics, best)
+    for width in widths:
+        best = beam(domain, width, statistics, best, WORTH * within)
     assert best is not None
     statistics.gap = max(0.0, 1 - bound / best.estimate)
     return best

@@ -183,6 +183,7 @@ class Sheet:
         shapes, numbers = [], [np.zeros(0, dtype=np.int64)]
         for (key, k), kind in slots.items():
             (entries, (rows, n)), needs = self.rows[id(kind.slots[k].table)], self.outline.ends(kind)[0][k]
+            rows = rows if (key, k) in self.outline.wide else n
             shapes.append(((key, k), (len(needs), rows)))
             numbers.append((entries.start + needs[:, None] + np.arange(rows) * n).ravel())
         self.needs, self.needed = _views(shapes), np.concatenate(numbers)

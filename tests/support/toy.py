@@ -151,9 +151,11 @@ class ToyPriced:
         return np.min(found, axis=0)
 
 
-def random_theory(seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, parameters: int = 2, states: int = 2, twice: int = 1) -> Theory:
+def random_theory(
+    seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, parameters: int = 2, states: int = 2, twice: int = 1, often: bool = False
+) -> Theory:
     """A random graph: unary and binary nodes over earlier values, an input, and parameters (the first `twice` of them used twice), with random
-    triples."""
+    triples. often: the first value is used again and again."""
     rng = random.Random(seed)
     refs: dict[str, TensorRef] = {"x": TensorRef("x", UNITS, "float32", Kind.INPUT, False)}
     for i in range(parameters):
@@ -165,6 +167,8 @@ def random_theory(seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, pa
         operands = [unread.pop() if unread and rng.random() < 0.9 else rng.choice(values)]
         if weights and rng.random() < 0.5:
             operands.append(weights.pop(0))
+        elif often and len(values) > 1:
+            operands.append(values[1])
         elif rng.random() < 0.5:
             operands.append(rng.choice(values))
         out = TensorRef(f"v{i}", UNITS, "float32", Kind.VALUE, any(refs[n].requires_grad for n in operands))

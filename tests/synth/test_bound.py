@@ -13,8 +13,9 @@ from hapx.plan import Mesh, Triple
 from hapx.restriction import Restriction
 from hapx.synth.astar import Statistics, search
 from hapx.synth.domain import State, Synthesis
-from hapx.synth.outline import PRICED
+from hapx.synth.outline import PAIRS, PRICED
 from hapx.synth.problem import build
+from hapx.synth.tables import TensorTable, bits
 from support import toy
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -43,13 +44,15 @@ class Unbounded:
         return self.domain.dominates(a, b)
 
 
+def in_one(table: TensorTable, mask: int) -> bool:
+    """Whether all that is available follows for free from one placement."""
+    return any(table.closure(i) == mask for i in bits(mask))
+
+
 def several(domain: Synthesis, state: State) -> bool:
     """Whether a value is available in placements of which none gives the others for free."""
-    for _, table, shift in domain.problem.steps[state.level].live:
-        mask = state.place >> shift & table.full
-        if not table.stored and all(table.closure(i) != mask for i in range(len(table.placements)) if mask >> i & 1):
-            return True
-    return False
+    live = domain.problem.steps[state.level].live
+    return any(not table.stored and not in_one(table, state.place >> shift & table.full) for _, table, shift in live)
 
 
 def walk(domain: Synthesis, random: Random) -> Iterator[State]:
@@ -78,6 +81,43 @@ def test_bound_never_exceeds_the_cheapest_completion() -> None:
                 checked, rich = checked + 1, rich + several(domain, state)
     print(f"{checked} states, {rich} with a value in several placements")
     assert rich > 30
+
+
+def used_often(seed: int) -> Synthesis:
+    """Of a graph whose first value is used in every step."""
+    mesh, kinds = (toy.FLAT, KINDS[seed % 3 + 1]) if seed % 2 else (toy.SQUARE, ((0,), (1,)))
+    theory = toy.random_theory(seed, mesh, nodes=8, triples=3, states=3 if seed % 2 else 2, parameters=1, often=True)
+    problem = build(theory, toy.ToyCosts(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
+    return Synthesis(problem, toy.shares(theory, len(kinds), seed), None)
+
+
+def test_values_that_are_used_often() -> None:
+    """Between its first use and its last one a value may be in several placements; before the last one the best of them counts."""
+    between = before_last = 0
+    for seed in range(100, 140):
+        domain = used_often(seed)
+        for number in range(3):
+            for state in walk(domain, Random(number)):
+                best = search(Unbounded(domain, state), Statistics())
+                assert best is not None
+                assert state.estimate <= best.estimate * (1 + 1e-9), (seed, number, state.level)
+                values = domain.bound.outline.values[state.level].values()
+                assert all(v.used or in_one(v.table, state.place >> v.shift & v.table.full) for v in values)
+                between += any(v.several and not in_one(v.table, state.place >> v.shift & v.table.full) for v in values)
+                before_last += any(v.last and not in_one(v.table, state.place >> v.shift & v.table.full) for v in values)
+    print(f"{between} states with a value in several placements between its uses, {before_last} before its last one")
+    assert between > 300
+    assert before_last > 50
+
+
+def test_sets_of_two_placements_sharpen_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = []
+    for pairs in (0, PAIRS):
+        monkeypatch.setattr("hapx.synth.outline.PAIRS", pairs)
+        found = [used_often(seed).start() for seed in range(100, 180)]
+        starts.append([state.estimate for state in found if state is not None])
+    assert all(a <= b * (1 + 1e-12) for a, b in zip(*starts, strict=True))
+    assert sum(a < b * (1 - 1e-6) for a, b in zip(*starts, strict=True)) >= 5
 
 
 def test_what_is_asked_first_is_not_above_the_bound() -> None:

@@ -8,7 +8,7 @@ from hapx.errors import PlanError
 from hapx.plan import Instruction
 from hapx.restriction import Restriction
 from hapx.states import Property
-from hapx.synth.astar import Statistics, beam, search
+from hapx.synth.astar import Statistics, Width, beam, search
 from hapx.synth.domain import Synthesis
 from hapx.synth.exhaustive import Enumeration
 from hapx.synth.forbidden import Forbidden
@@ -98,7 +98,7 @@ def test_a_budget_cuts_and_says_by_how_much() -> None:
     assert 0 < whole.kept <= whole.generated
     assert whole.generated == whole.kept + whole.dominated
     cut = Statistics()
-    worse = beam(domain, 1, cut)
+    worse = beam(domain, Width(1), cut)
     assert cut.cut > 0 and worse is not None
     worse.estimate *= 1.5  # as if it were a bad program
     narrow, cut.cut = cut.cut, 0

@@ -10,7 +10,7 @@ from hapx.errors import InsufficientMemoryError
 from hapx.ir import Output
 from hapx.restriction import Restriction
 from hapx.states import Property, Sharded
-from hapx.synth.astar import Statistics, beam, search
+from hapx.synth.astar import Statistics, Width, beam, search
 from hapx.synth.domain import Synthesis
 from hapx.synth.exhaustive import Enumeration
 from hapx.synth.problem import build
@@ -102,7 +102,7 @@ def test_bound_never_exceeds_what_is_left(seed):
     problem = build(theory, costs, RULE)
     domain = Synthesis(problem, shares, None)
     best = synthesize(theory, costs, shares, restriction=RULE).cost
-    state, estimates = search(domain, Statistics(), beam(domain, 4, Statistics())), []
+    state, estimates = search(domain, Statistics(), beam(domain, Width(4), Statistics())), []
     while state is not None:
         estimates.append(state.estimate)
         state = state.parent

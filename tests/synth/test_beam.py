@@ -1,0 +1,112 @@
+"""The beam, on trees whose costs are written down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+import pytest
+
+from hapx.synth.astar import TOLERANCE, Statistics, Width, beam
+
+
+@dataclass
+class Leaf:
+    """A partial solution: the decisions so far."""
+
+    path: str
+    level: int
+    estimate: float
+    dead: bool = False
+
+    @property
+    def place(self) -> int:
+        return hash(self.path) & 0xFFFF
+
+
+@dataclass
+class Tree:
+    """Words over two letters. bound, guess: by word; what is not there is that of the longest word that is. leaping: words that lead to others."""
+
+    depth: int
+    bound: dict[str, float]
+    guess: dict[str, float] = field(default_factory=dict)
+    leaping: dict[str, str] = field(default_factory=dict)
+    kinship: dict[str, int] = field(default_factory=dict)
+    expanded: list[str] = field(default_factory=list)
+
+    def start(self) -> Leaf:
+        return Leaf("", 0, self._of("", self.bound))
+
+    def successors(self, node: Leaf, limit: float, most: int | None = None) -> Iterator[Leaf]:
+        self.expanded.append(node.path)
+        yield from (leaf for letter in "ab" if (leaf := self._leaf(node.path + letter)).estimate < limit)
+
+    def again(self, node: Leaf, limit: float) -> list[Leaf] | None:
+        if node.path not in self.leaping:
+            return None
+        leaf = self._leaf(self.leaping[node.path])
+        return [leaf] if leaf.estimate < limit else []
+
+    def leaps(self, node: Leaf, limit: float) -> Iterable[Leaf]:
+        return ()
+
+    def dominates(self, a: Leaf, b: Leaf) -> bool:
+        return False
+
+    def likely(self, node: Leaf) -> float:
+        return self._of(node.path, self.guess or self.bound)
+
+    def kin(self, node: Leaf) -> int:
+        return self.kinship.get(node.path, hash(node.path))
+
+    def _leaf(self, path: str) -> Leaf:
+        return Leaf(path, len(path), self._of(path, self.bound))
+
+    def _of(self, path: str, known: dict[str, float]) -> float:
+        return next(known[path[:n]] for n in range(len(path), -1, -1) if path[:n] in known)
+
+
+def test_of_equal_bounds_the_likely_one_is_kept() -> None:
+    """The bound says the same of everything until the end, and the first nodes of a level lead nowhere."""
+    bound = {"": 1.0} | {a + b + c: 5.0 for a in "ab" for b in "ab" for c in "ab"} | {"bba": 2.0}
+    blind = beam(Tree(3, bound), Width(2), Statistics())
+    guided = beam(Tree(3, bound, {"": 3.0, "b": 2.5, "bb": 2.0}), Width(2), Statistics())
+    assert blind is not None and blind.estimate == 5.0
+    assert guided is not None and guided.path == "bba"
+
+
+def test_the_one_of_least_bound_is_kept_beside_the_likely_ones() -> None:
+    """A guess that misleads costs half of the width, not the solution."""
+    bound = {"": 1.0, "a": 1.5, "b": 1.0, "bb": 1.0, "ba": 1.6, "bbb": 1.2, "bba": 3.0, "aaa": 4.0}
+    guess = {"": 2.0, "a": 1.5, "b": 9.0}
+    found = beam(Tree(3, bound, guess), Width(2), Statistics())
+    assert found is not None and found.path == "bbb"
+
+
+def test_kin_do_not_crowd_out_others() -> None:
+    """Variants of one beginning look best until the end."""
+    bound = {"": 1.0, "a": 1.0, "b": 1.5, "baa": 2.0, "bab": 5.0} | {"a" + b + c: 5.0 for b in "ab" for c in "ab"}
+    kinship = {"aa": 1, "ab": 1, "ba": 2, "bb": 2}
+    assert [beam(Tree(3, bound, kinship=kinship), Width(2, apart), Statistics()).estimate for apart in (False, True)] == [5.0, 2.0]  # type: ignore[union-attr]
+
+
+def test_what_leaps_is_followed_to_its_end_first() -> None:
+    """Its cost limits what would be followed level by level; with a tolerance also what is hardly better."""
+    bound = {"": 1.0, "a": 1.0, "b": 1.1, "aaaaa": 1.05, "ba": 1.12, "bb": 1.02}
+    for tolerance, followed in ((TOLERANCE, {"b", "bb"}), (0.06, set())):
+        tree = Tree(5, bound, leaping={"a": "aaaaa"})
+        found = beam(tree, Width(4), Statistics(), None, tolerance)
+        assert found is not None
+        assert found.estimate == (1.02 if followed else 1.05)
+        assert ("bb" in tree.expanded) == bool(followed)
+        assert "ba" not in tree.expanded
+
+
+@pytest.mark.parametrize("cost", (0.5, 7.0))
+def test_an_incumbent_is_kept_unless_something_is_better(cost: float) -> None:
+    incumbent = Leaf("known", 3, cost)
+    found = beam(Tree(3, {"": 1.0}), Width(2), Statistics(), incumbent)
+    assert found is not None and (found is incumbent) == (cost < 1.0)
+    assert found.estimate < inf
