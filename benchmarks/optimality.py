@@ -74,7 +74,7 @@ Cost is relative to the best order.""",
         "The search's limits",
         """A search that keeps more partial programs than its budget ends with the best program so far and reports by how much, at most, it is above
 the best one. Here are smaller budgets too, against the optimum of table 2. Searches begin with programs that people write by hand, so that even a
-budget of 0 gives a good one. On two axes, problems of more than 100 steps (BERT-MoE here) are solved to 0.1 %, not further.""",
+budget of 0 gives a good one. On two axes, problems of more than 110 steps are solved to 0.1 %, not further.""",
         lambda options: cut_table(options.time_limit),
     ),
     "5": Section(

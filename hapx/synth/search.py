@@ -10,8 +10,8 @@ Memory is first left out. If the program found then fits, it is the answer, beca
 memory gets a price (`hapx.synth.limited`), and in small problems the search is then made with memory as part of the state, unless a step reads so
 many parameters that their ways to be stored are too many to compare (`hapx.synth.moves.Crowded`).
 
-How exact: programs of up to `EXACT` steps are optimal, those of up to `NEARLY` on one axis within `ALMOST` and larger ones within `WITHIN` of the
-optimum, proven by the bound, unless the search ends with its budget; then a wider beam follows. Where memory must be priced, the prices may leave a
+How exact: programs of up to `EXACT` steps are optimal, those of up to `NEARLY` within `ALMOST` and larger ones within `WITHIN` of the optimum,
+proven by the bound, unless the search ends with its budget; then a wider beam follows. Where memory must be priced, the prices may leave a
 gap. `statistics.gap` says what was proven. Where only a part of the sums of gradients counts (`hapx.overlap`), searches end early, as on two axes
 they would take longer than what they bring is worth.
 """
@@ -48,7 +48,7 @@ REMEMBERED = 2  # programs that the next search begins with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
 LONG = 60_000  # the same for problems of up to EXACT steps in which memory binds, where a single one is searched
 EXACT = 100  # steps up to which a problem is solved to the end
-NEARLY = 400  # and up to which one on a single axis is solved to a
+NEARLY = (400, 110)  # and up to which one is solved to a, on meshes of one axis and of several,
 ALMOST = 1e-6  # relative distance from the optimum
 WIDE = ((Width(16), Width(8, True)), (Width(8, True),))  # of those that follow where a search ends with its budget, on one axis and on several,
 WIDEST = ((Width(256),), (Width(64),))  # and where memory binds in a problem of up to EXACT steps
@@ -234,8 +234,8 @@ def _widened(domain: Synthesis, statistics: Statistics, best: State | None, widt
 
 
 def _tolerance(problem: Problem) -> float:
-    steps, flat = len(problem.steps), len(problem.theory.mesh.axes) == 1
-    return max(problem.within, TOLERANCE if steps <= EXACT else ALMOST if flat and steps <= NEARLY else WITHIN)
+    steps, nearly = len(problem.steps), NEARLY[len(problem.theory.mesh.axes) > 1]
+    return max(problem.within, TOLERANCE if steps <= EXACT else ALMOST if steps <= nearly else WITHIN)
 
 
 def _stuck(problem: Problem) -> PlanError:
