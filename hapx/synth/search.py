@@ -50,8 +50,10 @@ LONG = 60_000  # the same for problems of up to EXACT steps in which memory bind
 EXACT = 100  # steps up to which a problem is solved to the end
 NEARLY = (400, 110)  # and up to which one is solved to a, on meshes of one axis and of several,
 ALMOST = 1e-6  # relative distance from the optimum
-WIDE = ((Width(16), Width(8, True)), (Width(8, True),))  # of those that follow where a search ends with its budget, on one axis and on several,
-WIDEST = ((Width(256),), (Width(64),))  # and where memory binds in a problem of up to EXACT steps
+# of those that follow where a search ends with its budget, on meshes of one axis and of several,
+WIDE = ((Width(16), Width(8, True)), (Width(8, True), Width(12)))
+WIDEST = ((Width(256),), (Width(64),))  # and where memory binds in a problem of up to EXACT steps;
+NEAR = 0.01  # the second one where more than this is left to the bound
 PACE = (300, BUDGET // 3)  # partial programs after which the search of a problem of more than EXACT steps is asked whether its budget leads anywhere
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WORTH = 0.25  # of the distance: what a beam may leave, which follows nothing that is not better by more
@@ -227,8 +229,9 @@ def _widened(domain: Synthesis, statistics: Statistics, best: State | None, widt
         return best
     bound = best.estimate * (1 - statistics.gap)
     for width in widths:
-        best = beam(domain, width, statistics, best, WORTH * within)
-    assert best is not None
+        if width is widths[0] or bound < best.estimate * (1 - NEAR):
+            best = beam(domain, width, statistics, best, WORTH * within)
+            assert best is not None
     statistics.gap = max(0.0, 1 - bound / best.estimate)
     return best
 
