@@ -365,7 +365,9 @@ class Asker:
                 for thrift in self._from(old.shape, old.answer.plan):
                     planned = self.pieces.get((self.classes[old.start : old.stop], old.shape, thrift))
                     if planned is not None:
-                        own.pieces[own.classes[new.start : new.stop], new.shape, thrift] = planned
+                        key = own.classes[new.start : new.stop], new.shape
+                        own.pieces[*key, thrift] = planned
+                        own._at_most(key, thrift, planned[1])
             found.append(replace(pipeline, stages=tuple(stages)))
         return own, found
 
