@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Container, Hashable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
 from hapx.alternation import Setting
 from hapx.climbing import climbed, faster, in_parts, is_short, is_tight, key_of
 from hapx.cluster.spec import ClusterSpec
-from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.errors import InsufficientMemoryError, PlanError
 from hapx.ir import Graph
 from hapx.plan import Plan
-from hapx.processes import beside
+from hapx.processes import Later, beside
 from hapx.progress import Teller
 from hapx.put_together import PUT_TOGETHER, SMALL, Made, look_ahead, polished, put_together
 from hapx.restriction import Restriction
@@ -51,6 +52,8 @@ LIKE = 2  # times the samples of a micro-batch: what was searched for one is car
 MISSES = 2  # times that twice as many micro-batches may be no faster, where memory binds
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
+_Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
+Rival = Callable[[], Plan | None]
 Whole = Callable[[bool], Plan]  # of whether an error says what would help
 
 
@@ -61,61 +64,93 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
     numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster, scarce)
     # what is said of the one mesh of all devices cannot be said of stages
     free = asked.rule.mesh in ("auto", "flat") and asked.cluster.mesh in ("auto", "flat") and not isinstance(asked.rule.ratios, tuple)
-    single: Plan | None = None
-    if not scarce or len(asked.graph.nodes) <= SMALL:
-        single, parts = _single(whole, parts, numbers if free and asked.progress is None else ())  # whoever watches sees what is done here
-    began = time.perf_counter()
     found: list[Plan] = []
-    if free and (single is None or single.iteration_time > NEAR * at_full_speed(asked)):
-        searched = Statistics(expansions=single.statistics["expansions"]) if single is not None else Statistics()
-        told = Teller(asked.progress, searched, "pipelines", 1, 1, single.iteration_time if single is not None else inf)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is to be said of the model was said of the plan of one stage
-            found = pipelines(
-                asked, parts, numbers, told.known, lambda _: told("planning stages"), more=number is None,
-                one_stage=single is None or is_tight(single),
-            )  # fmt: skip
+    began = time.perf_counter()
+    # whoever watches sees how the plan of one stage is made
+    apart = free and bool(numbers) and asked.progress is None
+    with _single(asked, whole, hopeless=scarce and len(asked.graph.nodes) > SMALL, apart=apart) as single:
+        if free:
+            with suppress(_GoodEnough), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is to be said of the model is said of the plan of one stage
+                single.expect_more()
+                known = single.plan if asked.progress is not None else None
+                searched = Statistics(expansions=known.statistics["expansions"] if known is not None else 0)
+                told = Teller(asked.progress, searched, "pipelines", 1, 1, known.iteration_time if known is not None else inf)
+
+                def watch(_: str) -> None:
+                    single.expect_more()
+                    told("planning stages")
+
+                found = pipelines(asked, parts, numbers, single, watch, more=number is None)
+        one = single.plan
+    single.say()
     spent = time.perf_counter() - began
-    if not found or (single is not None and single.iteration_time <= found[0].iteration_time):
-        if single is None:
+    if not found or (one is not None and one.iteration_time <= found[0].iteration_time):
+        if one is None:
             return whole(True)
-        return replace(single, statistics={**single.statistics, "stages_time": spent, "pipelines": len(found)})
+        return replace(one, statistics={**one.statistics, "stages_time": spent, "pipelines": len(found)})
     best = found[0]
     warn_of_mixing(best.graphs[best.first])
-    one = {"one_stage": single.iteration_time} if single is not None else {}
-    before = single.statistics if single is not None else {}
-    return replace(best, statistics={**before, **best.statistics, **one, "stages_time": spent, "pipelines": len(found)})
+    before = {**one.statistics, "one_stage": one.iteration_time} if one is not None else {}
+    return replace(best, statistics={**before, **best.statistics, "stages_time": spent, "pipelines": len(found)})
 
 
-def _single(whole: Whole, parts: Callable[[int], Graph], numbers: Sequence[int]) -> tuple[Plan | None, Callable[[int], Graph]]:
-    """The plan of one stage, None where it does not fit; while a copy of the process makes it, so many micro-batches are captured. Gives `parts` with
-    what it has captured."""
+class _GoodEnough(Exception):
+    """The plan of one stage is hardly slower than anything could be: pipelines are not looked for."""
 
-    def made() -> Plan | None:
-        with suppress(InsufficientMemoryError):
-            return whole(False)
-        return None
 
-    def noted() -> tuple[Plan | None, list[tuple[Any, Any, str, int]]]:
-        """In the copy: with its warnings."""
+class _Single:
+    """The plan of one stage, which a copy of the process may be making. Whatever is done until it is asked for is the same whenever it comes."""
+
+    def __init__(self, later: Later[tuple[Plan | None, list[_Said]]], enough: float):
+        """enough: seconds that are good enough."""
+        self._later, self._enough = later, enough
+
+    @cached_property
+    def _made(self) -> tuple[Plan | None, list[_Said]]:
+        return self._later.result()
+
+    @property
+    def plan(self) -> Plan | None:
+        """Waits for it; None where it does not fit."""
+        return self._made[0]
+
+    def __call__(self) -> Plan | None:
+        """Waits for it. Raises _GoodEnough."""
+        if self.plan is not None and self.plan.iteration_time <= self._enough:
+            raise _GoodEnough
+        return self.plan
+
+    def expect_more(self) -> None:
+        """Raises _GoodEnough if it is there."""
+        if self._later.ready():
+            self()
+
+    def say(self) -> None:
+        """What it warned of."""
+        for message in self._made[1]:
+            warnings.warn_explicit(*message)
+
+
+@contextmanager
+def _single(asked: Setting, whole: Whole, *, hopeless: bool, apart: bool) -> Iterator[_Single]:
+    """The plan of one stage. hopeless: it is not tried. apart: a copy of the process makes it, if there can be one."""
+
+    def noted() -> tuple[Plan | None, list[_Said]]:
+        """With its warnings."""
+        plan = None
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            return made(), [(w.message, w.category, w.filename, w.lineno) for w in said]
+            with suppress(InsufficientMemoryError):
+                plan = whole(False) if not hopeless else None
+        return plan, [(w.message, w.category, w.filename, w.lineno) for w in said]
 
-    captured: dict[int, Graph] = {}
-    with beside(noted) if numbers else nullcontext(None) as later:
-        if later is None or not later.elsewhere:
-            return made(), parts
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is to be said of the model is said of the plan of one stage
-            for number in numbers:
-                if not later.ready():
-                    with suppress(HapError):  # it comes again where a pipeline needs it
-                        captured[number] = discover(parts(number))
-        plan, said = later.result()
-    for message in said:
-        warnings.warn_explicit(*message)
-    return plan, lambda number: captured[number] if number in captured else parts(number)
+    enough = NEAR * at_full_speed(asked)
+    if hopeless or not apart:
+        yield _Single(Later(noted, None), enough)
+        return
+    with beside(noted) as later:
+        yield _Single(later, enough)
 
 
 def plan_of_micro_batches(asked: Setting) -> Plan:
@@ -156,12 +191,12 @@ def _unit(cluster: ClusterSpec) -> int:
 
 
 def pipelines(
-    asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], below: float = inf, watch: Callable[[str], None] = lambda _: None,
+    asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], rival: Rival = lambda: None, watch: Callable[[str], None] = lambda _: None,
     *, more: bool = True, one_stage: bool = True,
 ) -> list[Plan]:  # fmt: skip
-    """Plans of micro-batches, best first; none where the model or the cluster cannot be cut, or nothing fits. below: seconds of an iteration; what
-    is slower is of no interest. more: the best one is also tried with more micro-batches than these numbers. one_stage: one stage on all devices
-    that accumulates gradients over micro-batches is a candidate; it takes less memory than one program of the batch, and is no faster otherwise."""
+    """Plans of micro-batches, best first; none where the model or the cluster cannot be cut, or nothing fits. rival: gives a plan that they are to
+    be faster than, once it is needed. more: the best one is also tried with more micro-batches than these numbers. one_stage: one stage on all
+    devices that accumulates gradients over micro-batches is a candidate; it takes less memory than the rival, and is no faster otherwise."""
     if asked.cluster.num_devices < 2 and not one_stage:
         return []
     # what is asked only has to rank: stages that are chosen are planned once more without these limits
@@ -198,16 +233,16 @@ def pipelines(
             another(number)
         if not askers:
             return []
-        plans = _chosen(asked, askers, below, watch, one_stage)
+        plans = _chosen(asked, askers, rival, inf, watch, one_stage)
         # smaller micro-batches take less memory
-        todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and below == inf and asked.graph.batch % n == 0]
+        todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and rival() is None and asked.graph.batch % n == 0]
     plans.sort(key=lambda m: m.plan.iteration_time)
     missed = 0
     while more and plans and missed < MISSES and is_short(plans[0]):  # smaller ones leave room for quicker programs
         number = 2 * max(a.asked.repeats for a in askers)
         if asked.graph.batch % number or number > MANY * _unit(asked.cluster) or (asker := another(number, afresh=True)) is None:
             break
-        found = _chosen(asked, [asker], min(below, plans[0].plan.iteration_time), watch, one_stage)
+        found = _chosen(asked, [asker], rival, plans[0].plan.iteration_time, watch, one_stage)
         plans = sorted([*plans, *found], key=lambda m: m.plan.iteration_time)
         missed = 0 if plans[0].asker is asker else missed + 1
     looked = {a.asked.repeats for a in askers}  # numbers of micro-batches at which the program has looked
@@ -232,8 +267,11 @@ def pipelines(
     return [m.plan for m in plans]
 
 
-def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callable[[str], None], one_stage: bool) -> list[Made]:
-    """The best pipelines of the inter-operator program as plans; where what it chose does not fit after all, it is asked again."""
+def _chosen(
+    asked: Setting, askers: Sequence[Asker], rival: Rival, below: float, watch: Callable[[str], None], one_stage: bool
+) -> list[Made]:  # fmt: skip
+    """The best pipelines of the inter-operator program as plans; where what it chose does not fit after all, it is asked again. below: seconds of an
+    iteration; slower ones are of no interest, nor are those that are slower than the rival."""
 
     def told(asks: int, best: float, _: float) -> None:
         watch(f"{asks} submeshes asked, best pipeline {best * 1e3:.3g} ms")
@@ -245,9 +283,12 @@ def _chosen(asked: Setting, askers: Sequence[Asker], below: float, watch: Callab
             askers[0].classes, submeshes, [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, below=below,
             keep=CANDIDATES, watch=told,
         )  # fmt: skip
+        single = rival()
+        below = min(below, single.iteration_time if single is not None else inf)
+        one_stage = one_stage and (single is None or is_tight(single))
         plain = [p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision)]
-        single = [p for a in askers if one_stage and (p := a.accumulated()) is not None]
-        candidates = (p for p in (*found.pipelines, *plain, *single) if len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below)
+        whole = [p for a in askers if one_stage and (p := a.accumulated()) is not None]
+        candidates = (p for p in (*found.pipelines, *plain, *whole) if len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below)
         apart = {key_of(p): p for p in sorted(candidates, key=lambda p: -p.time)}
         nearer = [(key, replace(p, time=simulated(p, asked.cluster))) for key, p in apart.items()]
         least = min((p.time for _, p in nearer), default=inf)

@@ -23,7 +23,7 @@ from hapx.parts import crossing, part
 from hapx.plan import VERSION, Copy, Mesh, Plan, Program, ProgramKey, Schedule, Stage, Storage
 from hapx.planner import plan_spmd
 from hapx.predict import Staged
-from hapx.schedules import Style, check, crossings_between, groups_of, make
+from hapx.schedules import Crossing, Style, check, crossings_between, groups_of, make
 from hapx.simulate import StageTimes, stage_times
 from hapx.states import Row, Sharded
 
@@ -157,16 +157,29 @@ def _with_blocks_of(pieces: Sequence[Piece], graph: Graph) -> Graph:
     return replace(graph, regions=tuple(sorted([*given, *own], key=lambda r: (r.start, -r.stop, r.kind))))
 
 
-def scheduled(plan: Plan, key: ProgramKey, style: Style | str, most: int | None = None) -> Schedule:
-    """A schedule for a program of a plan, checked. most: micro-batches, where a part of the iteration is enough."""
-    graph, groups = plan.graphs[key], groups_of(plan)
+def scheduled(plan: Plan, key: ProgramKey, style: Style | str) -> Schedule:
+    """A schedule for a program of a plan, checked."""
+    return checked(plan, key, drafted(plan, key, style))
+
+
+def drafted(plan: Plan, key: ProgramKey, style: Style | str, most: int | None = None) -> Schedule:
+    """A schedule as it is made, to be simulated: the one that is chosen is to be `checked`. most: micro-batches, where a part of the iteration is
+    enough."""
+    graph = plan.graphs[key]
     assert graph.micro_batches is not None, "a graph of micro-batches"
     number = graph.micro_batches.number
     sizes = (graph.batch,) * (number if most is None else min(number, most))
-    crossings = crossings_between(plan.boundaries(key), graph.refs, key.mode == "train")
-    schedule = make(style if key.mode == "train" else "forward", groups, crossings, sizes, plan.ties)
-    check(schedule, groups, crossings, plan.ties)
+    return make(style if key.mode == "train" else "forward", groups_of(plan), _crossings(plan, key), sizes, plan.ties)
+
+
+def checked(plan: Plan, key: ProgramKey, schedule: Schedule) -> Schedule:
+    """The schedule, which is one for that program of a plan. Raises PlanError where it is not."""
+    check(schedule, groups_of(plan), _crossings(plan, key), plan.ties)
     return schedule
+
+
+def _crossings(plan: Plan, key: ProgramKey) -> tuple[Crossing, ...]:
+    return crossings_between(plan.boundaries(key), plan.graphs[key].refs, key.mode == "train")
 
 
 def _storage(graph: Graph, pieces: Sequence[Piece]) -> tuple[Storage, ...]:

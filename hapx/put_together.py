@@ -20,7 +20,7 @@ from hapx.carried import renamed
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.parts import part
-from hapx.pipelines import Piece, joined, piece_of, predicted, scheduled
+from hapx.pipelines import Piece, checked, drafted, joined, piece_of, predicted
 from hapx.plan import Plan
 from hapx.planner import plan_spmd, views
 from hapx.predict import Staged
@@ -90,11 +90,11 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
     some = ENOUGH * len(pieces)  # micro-batches that tell schedules apart: in between, a pipeline repeats itself
     turns = len(plan.groups) < len(pieces)
     plainest = "interleaved" if turns else "1f1b"
-    first = Staged(replace(plan, schedules={key: scheduled(plan, key, plainest, some)}))
+    first = Staged(replace(plan, schedules={key: drafted(plan, key, plainest, some)}))
 
     @cache
     def under(style: str) -> Staged:
-        return first.under(scheduled(plan, key, style, some))
+        return first.under(drafted(plan, key, style, some))
 
     styles: dict[str, None] = {}
     crossings = crossings_between(plan.boundaries(key), asked.graph.refs)
@@ -110,8 +110,9 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
         ranked[:0] = [_tuned(staged, under) for staged in islice(filter(_fits, ranked), 1)]
     for staged in ranked:
         if asked.repeats > some:
-            staged = first.under(scheduled(plan, key, staged.plan.schedules[key].name))
+            staged = first.under(drafted(plan, key, staged.plan.schedules[key].name))
         if _fits(staged):
+            checked(plan, key, staged.plan.schedules[key])
             return replace(predicted(staged), restriction=rule)
     raise InsufficientMemoryError("no schedule of the pipeline fits into memory")
 

@@ -15,14 +15,14 @@ Closed forms that follow (S equal stages, n micro-batches, crossings for nothing
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hapx.plan import Action, Schedule
-from hapx.schedules.replay import receive_of, receives_by_run, send_of
+from hapx.schedules.replay import receive_of, send_of
 from hapx.schedules.styles import tied_stages
 from hapx.schedules.words import span_text
 
@@ -78,22 +78,20 @@ class Timetable:
 
 def timetable(schedule: Schedule, seconds: Seconds, ties: Iterable[Iterable[int]] = ()) -> Timetable:
     """The schedule in time. ties: sets of stages that share a parameter. The schedule must have passed `check`."""
-    clock = _Clock(_Known.of(schedule), seconds, tied_stages(ties, len(seconds.forward)))
-    clock.run()
-    spans = tuple(tuple(sorted(s, key=lambda span: span.start)) for s in clock.spans)
-    return Timetable(spans, clock.total)
+    found: list[list[Span]] = [[] for _ in schedule.actions]
+
+    def kept(group: int, lane: Lane, action: Action, start: float, duration: float) -> None:
+        if duration > 0:
+            found[group].append(Span(span_text(action), lane, start, start + duration, action))
+
+    total = _happen(_Coded.of(schedule), seconds, tied_stages(ties, len(seconds.forward)), kept)
+    return Timetable(tuple(tuple(sorted(spans, key=lambda span: span.start)) for spans in found), total)
 
 
 def duration_of(schedule: Schedule) -> Callable[[Seconds], float]:
     """`Timetable.total` by the seconds of the parts, without ties: what does not depend on these is found once, and no spans are kept."""
-    known = _Known.of(schedule)
-
-    def total(seconds: Seconds) -> float:
-        clock = _Clock(known, seconds, tied_stages((), len(seconds.forward)), keeps=False)
-        clock.run()
-        return clock.total
-
-    return total
+    coded = _Coded.of(schedule)
+    return lambda seconds: _happen(coded, seconds, tied_stages((), len(seconds.forward)))
 
 
 def _covered(spans: Iterable[Span]) -> float:
@@ -105,117 +103,148 @@ def _covered(spans: Iterable[Span]) -> float:
     return total
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What a schedule says whatever its parts take. group_of: of each stage. receives: per group, what each run needs."""
+class _Step(NamedTuple):
+    """What a group does next. number: of a run, of a transfer (one of its ends), of the stage to be synchronised. length: of a run, its place among
+    forward and backward of stage after stage."""
 
-    actions: tuple[tuple[Action, ...], ...]
+    what: int
+    number: int
+    length: int
+    action: Action
+
+
+_RUN, _MEET, _SYNCHRONISE = range(3)
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """What a schedule says whatever its parts take, in integers. steps: per group. waits: per run, transfers that it waits for. transfers: the
+    receives; for each, the run that waits for it, and its number among the `pairs` of stages that tensors cross between. group_of: of each stage."""
+
+    steps: list[list[_Step]]
+    waits: list[int]
+    transfers: list[Action]
+    awaited_by: list[int]
+    pair_of: list[int]
+    pairs: list[tuple[int, int]]
     group_of: dict[int, int]
-    receives: list[dict[tuple[str, int, int], list[Action]]]
 
     @staticmethod
-    def of(schedule: Schedule) -> _Known:
+    def of(schedule: Schedule) -> _Coded:
+        runs: dict[tuple[str, int, int], int] = {}
+        transfers: dict[Action, int] = {}
+        steps: list[list[_Step]] = []
+        for actions in schedule.actions:
+            own: list[_Step] = []
+            for a in actions:
+                if a.kind in ("forward", "backward"):
+                    number = runs.setdefault((a.kind, a.stage, a.micro_batch), len(runs))
+                    own.append(_Step(_RUN, number, 2 * a.stage + (a.kind == "backward"), a))
+                elif a.kind in ("send", "receive"):
+                    own.append(_Step(_MEET, transfers.setdefault(receive_of(a) if a.kind == "send" else a, len(transfers)), 0, a))
+                elif a.kind == "synchronise":
+                    own.append(_Step(_SYNCHRONISE, a.stage, 0, a))
+            steps.append(own)
+        awaited_by = [runs[r.direction, r.stage, r.micro_batch] for r in transfers]
+        waits = [0] * len(runs)
+        for run in awaited_by:
+            waits[run] += 1
+        pairs: dict[tuple[int, int], int] = {}
+        pair_of = [pairs.setdefault((r.peer, r.stage), len(pairs)) for r in transfers]
         group_of = {a.stage: g for g, actions in enumerate(schedule.actions) for a in actions}
-        return _Known(schedule.actions, group_of, [receives_by_run(actions) for actions in schedule.actions])
+        return _Coded(steps, waits, list(transfers), awaited_by, pair_of, list(pairs), group_of)
 
 
-class _Clock:
-    def __init__(self, known: _Known, seconds: Seconds, tied: tuple[frozenset[int], ...], keeps: bool = True):
-        """keeps: spans; else only the total."""
-        self.actions, self.seconds, self.tied, self.keeps = known.actions, seconds, tied, keeps
-        self.group_of, self.receives = known.group_of, known.receives
-        size = len(known.actions)
-        self.spans: list[list[Span]] = [[] for _ in range(size)]
-        self.place, self.running = [0] * size, [False] * size
-        self.started: set[Action] = set()  # receives that one end has started
-        self.arrived: set[Action] = set()
-        self.queues: dict[Hashable, deque[Action]] = {}  # by link; what is first on all its links is on its way
-        self.ready: set[int] = set()  # stages at their synchronisation
-        self.synchronised = [0.0] * size
-        self.now = self.total = 0.0
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.count = 0
+Kept = Callable[[int, Lane, Action, float, float], None]
 
-    def run(self) -> None:
-        for group in range(len(self.actions)):
-            self.advance(group)
-        while self.events:
-            self.now, _, happen = heappop(self.events)
-            happen()
-        assert all(p == len(a) for p, a in zip(self.place, self.actions, strict=True)), "the schedule is stuck: check it first"
 
-    def advance(self, group: int) -> None:
+def _happen(coded: _Coded, seconds: Seconds, tied: Sequence[frozenset[int]], kept: Kept | None = None) -> float:
+    """Lets everything happen; the seconds from the first start to the last end. kept: is told the group, lane, action, start and duration of each
+    span. One function, as schedules are simulated by the hundred."""
+    steps, missing, awaited_by, pair_of, group_of = coded.steps, coded.waits.copy(), coded.awaited_by, coded.pair_of, coded.group_of
+    lengths = [t for both in zip(seconds.forward, seconds.backward, strict=True) for t in both]
+    crossing = [seconds.crossing.get(pair, 0.0) for pair in coded.pairs]
+    numbers: dict[Hashable, int] = {}
+    links = [
+        tuple(numbers.setdefault(link, len(numbers)) for link in seconds.links.get((i, j), (("between groups", group_of[i], group_of[j]),)))
+        for i, j in coded.pairs
+    ]
+    queues: list[deque[int]] = [deque() for _ in numbers]  # of each link: what is first on all its links is on its way
+    place, running = [0] * len(steps), [False] * len(steps)
+    started = [False] * len(awaited_by)  # transfers whose one end is ready
+    ready: set[int] = set()  # stages at their synchronisation
+    synchronised = [0.0] * len(steps)
+    events: list[tuple[float, int, int]] = []  # when, in which order, and what ends: the run of a group, or ~transfer
+    now, count = 0.0, 0
+
+    def advance(group: int) -> None:
         """Goes on until a run begins or must wait."""
-        while not self.running[group] and self.place[group] < len(self.actions[group]):
-            action = self.actions[group][self.place[group]]
-            if action.kind in ("forward", "backward"):
-                receives = self.receives[group].get((action.kind, action.stage, action.micro_batch), ())
-                if any(r not in self.arrived for r in receives):
-                    return
-                self.running[group] = True
-                self.span(group, "compute", action, self.seconds.run(action))
-                self.after(self.seconds.run(action), lambda: self.ended(group))
-            elif action.kind == "send":
-                self.meet(receive_of(action))
-            elif action.kind == "receive":
-                self.meet(action)
-            elif action.kind == "synchronise":
-                self.synchronise(action)
-            self.place[group] += 1
+        nonlocal count
+        own, at = steps[group], place[group]
+        while at < len(own):
+            what, number, length, action = own[at]
+            if what == _RUN:
+                if missing[number]:
+                    break
+                running[group] = True
+                count += 1
+                heappush(events, (now + lengths[length], count, group))
+                if kept is not None:
+                    kept(group, "compute", action, now, lengths[length])
+                at += 1
+                break
+            at += 1
+            if what == _SYNCHRONISE:
+                synchronise(number, action)
+            elif started[number]:
+                for link in links[pair_of[number]]:
+                    queues[link].append(number)
+                transfer(number)
+            else:
+                started[number] = True
+        place[group] = at
 
-    def ended(self, group: int) -> None:
-        self.running[group] = False
-        self.advance(group)
-
-    def meet(self, receive: Action) -> None:
-        """One end of a transfer is ready; the second one lets it begin."""
-        if receive not in self.started:
-            self.started.add(receive)
-            return
-        for link in self.links(receive):
-            self.queues.setdefault(link, deque()).append(receive)
-        self.transfer(receive)
-
-    def links(self, receive: Action) -> tuple[Hashable, ...]:
-        pair = receive.peer, receive.stage
-        return self.seconds.links.get(pair, (("between groups", self.group_of[receive.peer], self.group_of[receive.stage]),))
-
-    def transfer(self, receive: Action) -> None:
+    def transfer(number: int) -> None:
         """Begins if it is the first on all its links."""
-        if any(self.queues[link][0] is not receive for link in self.links(receive)):
-            return
-        duration = self.seconds.crossing.get((receive.peer, receive.stage), 0.0)
-        self.span(self.group_of[receive.peer], "send", send_of(receive), duration)
-        self.span(self.group_of[receive.stage], "receive", receive, duration)
-        self.after(duration, lambda: self.delivered(receive))
+        nonlocal count
+        pair = pair_of[number]
+        for link in links[pair]:
+            if queues[link][0] != number:
+                return
+        count += 1
+        heappush(events, (now + crossing[pair], count, ~number))
+        if kept is not None:
+            receive = coded.transfers[number]
+            kept(group_of[receive.peer], "send", send_of(receive), now, crossing[pair])
+            kept(group_of[receive.stage], "receive", receive, now, crossing[pair])
 
-    def delivered(self, receive: Action) -> None:
-        self.arrived.add(receive)
-        links = self.links(receive)
-        for link in links:
-            self.queues[link].popleft()
-        for following in dict.fromkeys(queue[0] for link in links if (queue := self.queues[link])):
-            self.transfer(following)
-        self.advance(self.group_of[receive.stage])
+    def synchronise(stage: int, action: Action) -> None:
+        ready.add(stage)
+        if tied[stage] <= ready:
+            for each in sorted(tied[stage]):
+                group = group_of[each]
+                start, duration = max(now, synchronised[group]), seconds.update[each] if seconds.update else 0.0
+                synchronised[group] = start + duration
+                if kept is not None:
+                    kept(group, "synchronise", Action("synchronise", each, action.micro_batch), start, duration)
 
-    def synchronise(self, action: Action) -> None:
-        self.ready.add(action.stage)
-        joined = self.tied[action.stage]
-        if joined <= self.ready:
-            for stage in sorted(joined):
-                group = self.group_of[stage]
-                start = max(self.now, self.synchronised[group])
-                duration = self.seconds.update[stage] if self.seconds.update else 0.0
-                self.synchronised[group] = start + duration
-                self.span(group, "synchronise", Action("synchronise", stage, action.micro_batch), duration, start)
-
-    def span(self, group: int, stream: Lane, action: Action, duration: float, start: float | None = None) -> None:
-        if duration > 0:
-            start = self.now if start is None else start
-            self.total = max(self.total, start + duration)
-            if self.keeps:
-                self.spans[group].append(Span(span_text(action), stream, start, start + duration, action))
-
-    def after(self, duration: float, happen: Callable[[], None]) -> None:
-        self.count += 1
-        heappush(self.events, (self.now + duration, self.count, happen))
+    for group in range(len(steps)):
+        advance(group)
+    while events:
+        now, _, ended = heappop(events)
+        if ended >= 0:
+            running[ended] = False
+            advance(ended)
+            continue
+        number = ~ended
+        missing[awaited_by[number]] -= 1
+        pair = pair_of[number]
+        for link in links[pair]:
+            queues[link].popleft()
+        for following in dict.fromkeys([queues[link][0] for link in links[pair] if queues[link]]):
+            transfer(following)
+        group = group_of[coded.pairs[pair][1]]
+        if not running[group]:
+            advance(group)
+    assert all(at == len(own) for at, own in zip(place, steps, strict=True)), "the schedule is stuck: check it first"
+    return max(now, *synchronised)
