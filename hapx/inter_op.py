@@ -20,7 +20,7 @@ from typing import Any
 from hapx.alternation import Setting
 from hapx.climbing import climbed, faster, in_parts, is_short, is_tight, key_of
 from hapx.cluster.spec import ClusterSpec
-from hapx.errors import InsufficientMemoryError, PlanError
+from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.ir import Graph
 from hapx.plan import Plan
 from hapx.processes import Later, beside
@@ -65,7 +65,7 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
     # what is said of the one mesh of all devices cannot be said of stages
     free = asked.rule.mesh in ("auto", "flat") and asked.cluster.mesh in ("auto", "flat") and not isinstance(asked.rule.ratios, tuple)
     found: list[Plan] = []
-    began = time.perf_counter()
+    spent = 0.0
     # whoever watches sees how the plan of one stage is made
     apart = free and bool(numbers) and asked.progress is None
     with _single(asked, whole, hopeless=scarce and len(asked.graph.nodes) > SMALL, apart=apart) as single:
@@ -73,6 +73,7 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
             with suppress(_GoodEnough), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what is to be said of the model is said of the plan of one stage
                 single.expect_more()
+                began = time.perf_counter()
                 known = single.plan if asked.progress is not None else None
                 searched = Statistics(expansions=known.statistics["expansions"] if known is not None else 0)
                 told = Teller(asked.progress, searched, "pipelines", 1, 1, known.iteration_time if known is not None else inf)
@@ -81,10 +82,14 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
                     single.expect_more()
                     told("planning stages")
 
-                found = pipelines(asked, parts, numbers, single, watch, more=number is None)
+                try:
+                    found = pipelines(asked, parts, numbers, single, watch, more=number is None)
+                except HapError:
+                    single()  # what they lack does not matter where none is needed
+                    raise
+                spent = time.perf_counter() - began
         one = single.plan
     single.say()
-    spent = time.perf_counter() - began
     if not found or (one is not None and one.iteration_time <= found[0].iteration_time):
         if one is None:
             return whole(True)

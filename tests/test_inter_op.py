@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -155,6 +156,16 @@ def test_what_mixes_samples_becomes_a_pipeline_only_if_asked_for(model: Callable
 def test_micro_batches_that_the_model_refuses() -> None:
     with pytest.raises(CaptureError, match=r"^micro_batches=8: the model takes a batch of 8, but not one of 1: .*allowed: fewer, larger"):
         hapx.plan(with_batch_norm(), SLOW, (torch.randn(8, 64),), micro_batches=8)
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_what_pipelines_lack_does_not_matter_where_none_is_needed(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the plan of one stage is there already, or a copy of the process is still making it."""
+    monkeypatch.setattr(processes, "_cores", lambda: cores)
+    monkeypatch.setattr(processes, "_alone", lambda: True)
+    monkeypatch.setattr(inter_op, "NEAR", math.inf)
+    plan = hapx.plan(with_batch_norm(), SLOW, (torch.randn(8, 64),), micro_batches=8)
+    assert len(plan.stages) == 1 and plan.statistics["pipelines"] == 0
 
 
 def test_answers_are_near_what_is_planned() -> None:

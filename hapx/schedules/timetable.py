@@ -42,9 +42,6 @@ class Seconds:
     crossing: Mapping[tuple[int, int], float] = field(default_factory=dict)
     links: Mapping[tuple[int, int], tuple[Hashable, ...]] = field(default_factory=dict)
 
-    def run(self, action: Action) -> float:
-        return (self.forward if action.kind == "forward" else self.backward)[action.stage]
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
