@@ -12,6 +12,8 @@ Invariant: never more than the true cost of the rest.
 
 from __future__ import annotations
 
+from operator import add
+
 import numpy as np
 
 from hapx.cost.edges import Array, Numbers
@@ -84,8 +86,6 @@ class Bound:
         if key not in self._steps:
             weighted, then = self._weighted(context, level)
             total = weighted.total(then)
-            if level + 1 < context.bottom:
-                total = total + context.more
             for slot, shift, needs in zip(step.kind.slots, step.slot_shifts, weighted.needs, strict=True):
                 if slot.fixed is None and not slot.table.stored:
                     available = list(bits(place >> shift & slot.table.full))
@@ -116,19 +116,21 @@ class Bound:
         """The bound that one live value gives (`GENERAL`: none of them)."""
         key = level, id(context), shift, mask  # contexts are kept by the relaxation
         if key not in self._parts:
-            if shift == GENERAL:
+            if level < context.bottom:
+                parts = [map(add, self._part(level, other, shift, mask), more) for other, more in context.below]
+                self._parts[key] = tuple(map(max, *parts)) if len(parts) > 1 else tuple(parts[0])
+            elif shift == GENERAL:
                 rows, offset = self.relaxation.rows(context, level)
-                best = rows[GENERAL][0] + offset
+                self._parts[key] = tuple((rows[GENERAL][0] + offset).tolist())
             else:
-                best = self._available(context, level, self.outline.values[level][shift], mask)
-            self._parts[key] = tuple((best + context.more if level < context.bottom else best).tolist())
+                self._parts[key] = tuple(self._available(context, level, self.outline.values[level][shift], mask).tolist())
         return self._parts[key]
 
     def _available(self, context: Context, level: int, value: Value, mask: int) -> Array:
-        """The bound by one value that is available in `mask`; below the context's bottom without what the context adds."""
+        """The bound by one value that is available in `mask`, not below the context's bottom."""
         rows, offset = self.relaxation.rows(context, level)
         best: Array = self._row(rows[value.shift], value, mask) + offset
-        if not value.last and not self._bounding(value, mask)[1]:
+        if not value.last and value.use < context.end and not self._bounding(value, mask)[1]:
             best = np.maximum(best, self._set(context, level, value, mask))
         return best
 
@@ -138,11 +140,7 @@ class Bound:
         while len(found) <= value.use - level:
             at = value.use - len(found)
             weighted, then = self._weighted(context, at)
-            if found:
-                before = weighted.total(np.maximum(then, found[-1])).min(axis=0)
-            else:
-                before = self._use(context, value, mask, weighted, then)
-            found.append(before - context.more if at == context.bottom - 1 else before)
+            found.append(weighted.total(np.maximum(then, found[-1])).min(axis=0) if found else self._use(context, value, mask, weighted, then))
         return found[value.use - level]
 
     def _use(self, context: Context, value: Value, mask: int, weighted: Weighted, then: Array) -> Array:
@@ -162,9 +160,14 @@ class Bound:
         return (cost + weighted.total(np.maximum(then, np.array([after[t] for t in needs.tolist()])))).min(axis=0)  # type: ignore[no-any-return]
 
     def _weighted(self, context: Context, level: int) -> tuple[Weighted, Array]:
+        """The choices of a step, and the bound of what follows after each."""
         key = id(context), level
         if key not in self._known:
-            self._known[key] = self.relaxation.choices(context, level)
+            if level + 1 >= context.bottom:
+                self._known[key] = self.relaxation.choices(context, level)
+            else:
+                parts = [self._weighted(other, level)[1] + more for other, more in context.below]
+                self._known[key] = self._weighted(self.relaxation.general, level)[0], np.maximum.reduce(parts)
         return self._known[key]
 
     def _row(self, rows: Array, value: Value, mask: int) -> Array:

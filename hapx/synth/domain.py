@@ -86,13 +86,14 @@ class Synthesis:
         return State(0, self.problem.start, fixed, self.zero, self.zero, self.fixed_memory, estimate, fixed, None, None)
 
     def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
-        """By the choices whose bound is below the limit (the `most` best of them): conversions are priced for no others."""
+        """By the choices whose bound is below the limit: conversions are priced for no others. most: by so many of the best, unless the step places a
+        parameter that is used again: what its places cost later, the choices' bounds do not know."""
         estimates = self.bound.choices(state.level, state.place, state.cost + self._priced(state.memory), state.forward, state.backward)
         allowed = self.only.get(id(self.problem.steps[state.level].kind)) if self.only is not None else None
         chosen = np.flatnonzero(estimates < limit if allowed is None else (estimates < limit) & allowed)
         if allowed is None:
             self.bounded += len(estimates) - len(chosen)
-        if most is not None and len(chosen) > most:
+        if most is not None and len(chosen) > most and not self.bound.outline.placed[state.level]:
             chosen = chosen[np.argsort(estimates[chosen], kind="stable")[:most]]
         reads = state.place & self.problem.steps[state.level].reads
         for choice in chosen.tolist():

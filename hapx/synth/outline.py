@@ -40,11 +40,13 @@ class Value(NamedTuple):
 
 
 class Outline:
-    """Per level: `first`: per slot, whether it is a parameter used for the first time. `stored`: of the largest parameters that are live the next use
-    (level, slot) and their bits (shift, mask); `values`: the other values, by where they have their bits. `places`: that, and -1."""
+    """Per level: `first`: per slot, whether it is a parameter used for the first time; `placed`: whether one of them is used again. `stored`: of the
+    largest parameters that are live the next use (level, slot) and their bits (shift, mask); `values`: the other values, by where they have their
+    bits. `places`: that, and -1."""
 
     def __init__(self, steps: tuple[Step, ...]):
         self.first = [_first(step) for step in steps]
+        self.placed = [any(first) and _kept(step, after) for first, step, after in zip(self.first, steps, (*steps[1:], None), strict=True)]
         self.stored: list[tuple[tuple[int, int, int, int], ...]] = []
         self.values: list[dict[int, Value]] = []
         following: dict[str, tuple[int, int]] = {}
@@ -157,6 +159,12 @@ class Outline:
 def _large(values: Mapping[int, Value]) -> int:
     most = max([v.table.ref.bytes for v in values.values()], default=0)
     return sum(v.table.full << at for at, v in values.items() if v.table.ref.bytes >= LARGE * most)
+
+
+def _kept(step: Step, after: Step | None) -> bool:
+    """Whether a parameter is live after a step that is not before it."""
+    before = {n for n, _, _ in step.live}
+    return after is not None and any(t.stored and n not in before for n, t, _ in after.live)
 
 
 def _first(step: Step) -> tuple[bool, ...]:

@@ -14,6 +14,8 @@ backward over the steps, as matrices (placements x choices x weights).
 
 A parameter that is used again later (a tied embedding) would be free there in this relaxation. So there is one such table per *context*: the masks of
 the stored parameters that are live, each priced at its next use (of the largest ones, `hapx.synth.outline.PRICED`; the others are free there).
+These tables are followed back a few levels only. Below, what is known is that they are above the general ones by so much at least; and that
+nothing is below the cost of coming to their first level and what is least there.
 
 Where steps repeat themselves (equal layers), the tables of one repetition differ from those of the next by a constant after a few of them, or nearly.
 A table that is larger by a constant at least makes the tables of all steps before larger by it at least: from there on tables are taken over, and
@@ -38,8 +40,8 @@ from hapx.synth.problem import Problem, StepClass
 from hapx.synth.sheet import Priced, Sheet, Weighted
 from hapx.synth.tables import bits
 
-LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
 DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
+LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
 GENERAL = -1  # whatever is available
 Rows = dict[int, Array]  # by where a value has its bits before the level, GENERAL: by none of them
 
@@ -53,13 +55,20 @@ class Use(NamedTuple):
 
 
 class Context(NamedTuple):
-    """`rows` + `offset` from level `bottom` on; below, the general table and `more` (per weight)."""
+    """Tables before the levels from `bottom` on: rows[k] + offsets[k], of what comes before `end`, with the placements in `uses`. Further down, the
+    most of what other tables say and what is to be added to that (per weight)."""
 
     bottom: int
+    end: int
     rows: list[Rows]
-    offset: Array
-    more: Array
-    uses: tuple[Use, ...]
+    offsets: list[Array]
+    uses: tuple[Use, ...] = ()
+    below: tuple[tuple[Context, tuple[float, ...]], ...] = ()
+
+    @property
+    def top(self) -> int:
+        """The last level for which there is a table."""
+        return self.bottom + len(self.rows) - 1
 
 
 class Relaxation:
@@ -69,10 +78,6 @@ class Relaxation:
         self.problem, self.moves = problem, moves
         self.deepest = DEEPEST[len(problem.theory.mesh.axes) > 1]
         self.weights = Weights(problem.terms.kinds)
-        self._contexts: dict[tuple[Use, ...], Context] = {}
-        # the table before level k is _base[k] + _offsets[k]
-        self._base: list[Rows] = [{} for _ in problem.steps] + [{GENERAL: np.zeros((1, len(self.weights)))}]
-        self._offsets: list[Array] = [np.zeros(len(self.weights))] * (len(problem.steps) + 1)
         if problem.repetition is None:
             problem.repetition = Repetition(problem.steps)
         self.repetition: Repetition = problem.repetition
@@ -84,15 +89,16 @@ class Relaxation:
         self.priced = self._priced(problem.sheet)
         self._classes: dict[tuple[int, tuple[bool, ...]], Weighted] = {}
         # levels whose step ends phases, and from which level on there is such a step before
-        cutting = problem.sheet.cutting if self.priced.cuts else frozenset()
-        self._cutting = min(cutting, default=len(problem.steps)) + 1
-        self._tabulate(cutting)
+        self._cuts: Set[int] = problem.sheet.cutting if self.priced.cuts else frozenset()
+        self._cutting = min(self._cuts, default=len(problem.steps)) + 1
+        self.general = self._tabulate(len(problem.steps), {GENERAL: np.zeros((1, len(self.weights)))})
+        self._contexts: dict[tuple[Use, ...], Context] = {(): self.general}
+        self._until: dict[int, Context] = {}
 
     def rows(self, context: Context, level: int) -> tuple[Rows, Array]:
-        """The table before a level, and what is to be added to it; below the context's bottom without what the context adds."""
-        if 0 <= level - context.bottom < len(context.rows):
-            return context.rows[level - context.bottom], context.offset
-        return self._base[level], self._offsets[level]
+        """The table before a level, which is not below the context's bottom, and what is to be added to it."""
+        known = context if level <= context.top else self.general
+        return known.rows[level - known.bottom], known.offsets[level - known.bottom]
 
     def context(self, uses: tuple[Use, ...]) -> Context:
         """The table that knows the placements of the parameters that are live."""
@@ -102,67 +108,85 @@ class Relaxation:
 
     def knows(self, uses: tuple[Use, ...]) -> bool:
         """Whether there is a table for these already."""
-        return not uses or uses in self._contexts
+        return uses in self._contexts
+
+    def until(self, level: int) -> Context:
+        """The tables of what it costs to come to a level, without what follows there."""
+        if level not in self._until:
+            nothing = {at: np.zeros_like(rows) for at, rows in self.general.rows[level].items()}
+            self._until[level] = self._tabulate(level, nothing)
+        return self._until[level]
 
     def _contextual(self, uses: tuple[Use, ...]) -> Context:
-        """From the last use backward. What the context adds soon is the same everywhere: from there on the least that it adds is a bound,
-        because adding a constant to a table adds it to the table one step before."""
-        if not uses:
-            return Context(len(self._base), [], self._offsets[-1], self._offsets[-1], uses)
-        top, bottom = max(u.level for u in uses), min(u.level for u in uses)
+        """From the last use backward, not as far as there are steps. What the context adds to the general table is often the same everywhere soon:
+        from there on the least that it adds is a bound, because adding a constant to a table adds it to the table one step before. It adds little,
+        though, where the general table is high itself. So what it costs to come there, and then at least, is another bound."""
+        top, general = max(u.level for u in uses), self.general
         rows: list[Rows] = []
+        offset = general.offsets[top + 1]
         level = top
         while True:
+            here = [u for u in uses if u.level == level]
             mine: Rows = {}
-            self._step(level, mine, rows[-1] if rows else self._base[top + 1], [u for u in uses if u.level == level], self._offsets[top + 1])
+            self._step(level, mine, rows[-1] if rows else general.rows[top + 1], here, offset)
             rows.append(mine)
             with np.errstate(invalid="ignore"):  # inf - inf: a placement from which nothing leads on adds nothing
-                added = np.concatenate([np.where(np.isfinite(b), mine[n] - b, np.inf) for n, b in self._base[level].items()])
-            added += self._offsets[top + 1] - self._offsets[level]
+                added = np.concatenate([np.where(np.isfinite(b), mine[n] - b, np.inf) for n, b in general.rows[level].items()])
+            added += offset - general.offsets[level]
             more = added.min(axis=0)
             more = np.where(np.isfinite(more), more, 0.0)
             finite = np.where(np.isfinite(added), added, more)
-            even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + self._base[level][GENERAL].max())).all())
-            if level == 0 or (level <= bottom and even) or top - level >= self.deepest:
-                if level >= self._cutting:
-                    more = np.full_like(more, more.min())  # see `_tabulate`
-                return Context(level, rows[::-1], self._offsets[top + 1], more if level <= bottom else np.zeros(len(self.weights)), uses)
+            even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + general.rows[level][GENERAL].max())).all())
+            if level == 0 or even or top - level >= self.deepest:
+                break
             level -= 1
+        least = mine[GENERAL][0] + offset
+        if level >= self._cutting:  # see `_tabulate`
+            more, least = np.full_like(more, more.min()), np.full_like(least, least.min())
+        below = [(self.context(tuple([u for u in uses if u.level < level])), tuple(more.tolist()))]
+        if level > 0 and not even:
+            below.append((self.until(level), tuple(least.tolist())))
+        return Context(level, general.end, rows[::-1], [offset] * len(rows), uses, tuple(below))
 
-    def _tabulate(self, cutting: Set[int]) -> None:
-        """The general tables, from the last step backward. cutting: levels, see there."""
+    def _tabulate(self, end: int, last: Rows) -> Context:
+        """The general tables up to a level whose table is `last`, from there backward."""
         repetition, first = self.repetition, self.outline.first
+        rows: list[Rows] = [{} for _ in range(end)] + [last]
+        offsets = [np.zeros(len(self.weights))] * (end + 1)
         same = False  # whether the tables after this step are those of one period later plus `delta`
-        delta = self._offsets[-1]
-        for level in range(len(self.problem.steps) - 1, -1, -1):
+        delta = offsets[-1]
+        for level in range(end - 1, -1, -1):
             moved = repetition.moved[level]
             later = level + repetition.period[level]
-            if level in cutting:  # what is larger by a number per weight may not be so before a cut
+            if level in self._cuts:  # what is larger by a number per weight may not be so before a step that ends phases
                 same = False
-            if moved is not None and not self.outline.alike(level, later, moved):
+            if moved is not None and (later > end or not self.outline.alike(level, later, moved)):
                 moved = None
             if moved is not None and same and first[level] == first[later] and repetition.continues(level):
-                before = self._base[later]
-                self._base[level] = {at: before[moved.get(at, at)] for at in self.outline.places[level]} if moved else before
-                self._offsets[level] = self._offsets[later] + delta
+                before = rows[later]
+                rows[level] = {at: before[moved.get(at, at)] for at in self.outline.places[level]} if moved else before
+                offsets[level] = offsets[later] + delta
                 continue
-            self._step(level, self._base[level], self._base[level + 1], [], self._offsets[level + 1])
-            self._offsets[level] = self._offsets[level + 1]
-            found = self._constant(level, later, moved) if moved is not None else None
-            same, delta = (True, found) if found is not None else (False, delta)
+            self._step(level, rows[level], rows[level + 1], [], offsets[level + 1])
+            offsets[level] = offsets[level + 1]
+            if moved is not None:
+                found = self._constant(rows[level], rows[later], moved, offsets[level] - offsets[later], offsets[level])
+                same, delta = (True, found) if found is not None else (False, delta)
+            else:
+                same = False
+        return Context(0, end, rows, offsets)
 
-    def _constant(self, level: int, later: int, moved: Mapping[int, int]) -> Array | None:
-        """What is added to the table of `later` to have that of `level`, None if it is not (nearly) one number per weight: the least, so that the
-        bound stays one."""
-        mine, other = self._base[level], self._base[later]
+    def _constant(self, mine: Rows, other: Rows, moved: Mapping[int, int], shifted: Array, offset: Array) -> Array | None:
+        """What is added to a table to have `mine`, None if it is not (nearly) one number per weight: the least, so that the bound stays one.
+        shifted: the difference between their offsets; offset: that of `mine`."""
         left, right = (np.concatenate(rows) for rows in zip(*((r, other[moved.get(at, at)]) for at, r in mine.items()), strict=True))
         finite = np.isfinite(left)
         if not (finite == np.isfinite(right)).all():
             return None
         with np.errstate(invalid="ignore"):
-            added = np.where(finite, left - right + (self._offsets[level] - self._offsets[later]), np.nan)
+            added = np.where(finite, left - right + shifted, np.nan)
         least: Array = np.nanmin(added, axis=0)
-        return least if (np.nanmax(added, axis=0) - least <= LOSS * np.abs(least) + 1e-13 * (left[0] + self._offsets[level])).all() else None
+        return least if (np.nanmax(added, axis=0) - least <= LOSS * np.abs(least) + 1e-13 * (left[0] + offset)).all() else None
 
     def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use], offset: Array) -> None:
         """The table before a step from that after it; `offset` is to be added to both."""
@@ -176,8 +200,9 @@ class Relaxation:
         return weighted.total(rest) if weighted.cuts is None else weighted.total(rest + offset) - offset
 
     def choices(self, context: Context, level: int) -> tuple[Weighted, Array]:
-        """Of a step in a context: its choices, and the bound of what follows after each (as `rows`), without the values that are live."""
-        inside = context.bottom <= level < context.bottom + len(context.rows)
+        """Of a step, whose following level is not below the context's bottom: its choices, and the bound of what follows after each (as `rows`),
+        without the values that are live."""
+        inside = context.bottom <= level <= context.top
         after, offset = self.rows(context, level + 1)
         weighted, then = self._choices(level, after, [u for u in context.uses if inside and u.level == level])
         return weighted, then + offset

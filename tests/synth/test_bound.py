@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 
 from hapx.cost.model import CommunicationCost, Direction, StepCost
 from hapx.plan import Mesh, Triple
 from hapx.restriction import Restriction
+from hapx.synth import relaxation
 from hapx.synth.astar import Statistics, search
 from hapx.synth.domain import State, Synthesis
 from hapx.synth.outline import PAIRS, PRICED
@@ -66,6 +68,16 @@ def walk(domain: Synthesis, random: Random) -> Iterator[State]:
             yield state
 
 
+@pytest.fixture(params=[None, 0, 1], ids=["deepest as it is", "0 levels deep", "1 level deep"])
+def deepest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    """How far tables that know where parameters are stored are followed back: these graphs are smaller than what is usual."""
+    found: int | None = request.param
+    if found is not None:
+        monkeypatch.setattr(relaxation, "DEEPEST", (found, found))
+    return found
+
+
+@pytest.mark.usefixtures("deepest")
 def test_bound_never_exceeds_the_cheapest_completion() -> None:
     checked = rich = 0
     for seed in (7, 8, 11, 15, 19, 21, 24, 25, 30, 42, 61, 72):
@@ -139,6 +151,7 @@ def test_what_is_asked_first_is_not_above_the_bound() -> None:
     assert lower > 5
 
 
+@pytest.mark.usefixtures("deepest")
 def test_of_many_parameters_that_are_used_again_the_largest_are_priced() -> None:
     """Each more multiplies the tables that a search needs: a block that is called four times would take minutes."""
     checked = 0
@@ -166,6 +179,37 @@ class SumsOverLevels(toy.ToyCosts):
         return replace(step, communication=tuple(events))
 
 
+def test_below_a_context_what_comes_before_counts_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a context adds everywhere is little where the general table is high. What it costs to come to where the context ends, and at least what
+    follows there, is more then; following the tables all the way back is better still, but takes long."""
+    estimates: dict[str, list[float]] = {"least added": [], "until": [], "all the way": []}
+    tables = relaxation.Relaxation.until
+
+    def nothing(own: relaxation.Relaxation, level: int) -> relaxation.Context:
+        found = tables(own, level)
+        return found._replace(rows=[{at: np.full_like(rows, -np.inf) for at, rows in before.items()} for before in found.rows])
+
+    for name, found in estimates.items():
+        monkeypatch.setattr(relaxation, "DEEPEST", (99, 99) if name == "all the way" else (0, 0))
+        monkeypatch.setattr(relaxation.Relaxation, "until", nothing if name == "least added" else tables)
+        for seed in range(40, 100):
+            mesh, kinds = (toy.FLAT, KINDS[2]) if seed % 2 else (toy.SQUARE, ((0,), (1,)))
+            theory = toy.random_theory(seed, mesh, nodes=7, triples=2, states=2, parameters=2)
+            problem = build(theory, toy.ToyCosts(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
+            domain = Synthesis(problem, toy.shares(theory, len(kinds), seed), None)
+            state = domain.start()
+            while state is not None and state.level < domain.depth:  # the same choices whatever the bound is
+                found += domain.bound.rest(state.level, state.place)
+                state = min(domain.successors(state, float("inf")), key=lambda s: s.spent, default=None)
+    least, until, exact = (np.array(found) for found in estimates.values())
+    assert (least <= until * (1 + 1e-9)).all()
+    assert (until <= exact * (1 + 1e-9)).all()
+    better, worse = (until > least * (1 + 1e-6)).sum(), (exact > until * (1 + 1e-6)).sum()
+    print(f"{len(least)} bounds, {better} higher, {worse} still higher all the way back")
+    assert better > 0
+
+
+@pytest.mark.usefixtures("deepest")
 @pytest.mark.parametrize(("mesh", "kinds"), [(toy.FLAT, KINDS[2]), (toy.FLAT, KINDS[3]), (toy.SQUARE, ((0,), (1,)))])
 def test_what_is_communicated_after_a_cut_belongs_to_the_next_phase(mesh: Mesh, kinds: tuple[tuple[int, ...], ...]) -> None:
     """Left in the phase before, it would be added to compute that another kind of devices waits for."""
