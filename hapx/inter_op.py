@@ -220,13 +220,14 @@ def pipelines(
         return asker
 
     def with_twice_as_many(best: Made, looked: Container[int] = ()) -> Made | None:
-        """A pipeline with twice as many micro-batches: they leave fewer bubbles. None where the program has looked at them, or it does not fit."""
+        """A pipeline with twice as many micro-batches: they leave fewer bubbles. None where the program has looked at them, where it does not fit, or
+        answers say that it is slower."""
         number = 2 * best.asker.asked.repeats
         if asked.graph.batch % number or number in looked or not _fewer_bubbles(best):
             return None
         asker = next((a for a in askers if a.asked.repeats == number), None) or another(number)
         pipeline = _answered(best.pipeline, asker) if asker is not None else None
-        if asker is None or pipeline is None:
+        if asker is None or pipeline is None or simulated(pipeline, asked.cluster) * _scale(best) > CLOSE * best.plan.iteration_time:
             return None
         watch(f"the best pipeline with {number} micro-batches")
         return put_together(asker, pipeline, asked.rule, dict(best.plan.statistics))
@@ -330,6 +331,11 @@ def _answered(pipeline: Pipeline, asker: Asker) -> Pipeline | None:
     return pipeline_by_hand(ends, groups, asker.asked.cluster, asker.prices(), ONE_F_ONE_B)
 
 
+def _scale(made: Made) -> float:
+    """How many times as long as its answers say a plan takes: what these leave out is taken to be the same for pipelines like it."""
+    return made.plan.iteration_time / simulated(made.pipeline, made.asker.asked.cluster)
+
+
 def _interleaved(plans: Sequence[Made], asked: Setting, watch: Callable[[str], None]) -> Made | None:
     """The best pipelines with several stages on every submesh, under interleaved 1F1B; None unless that is faster than all of them."""
     best = plans[0].plan.iteration_time
@@ -338,9 +344,8 @@ def _interleaved(plans: Sequence[Made], asked: Setting, watch: Callable[[str], N
         stages, asker = len(made.pieces), made.asker
         if (stages - 1) / (asker.asked.repeats + stages - 1) < WORTH:  # bubbles, of which some would be left
             continue
-        # what estimates leave out is taken to be the same for both
-        scale = made.plan.iteration_time / simulated(made.pipeline, asked.cluster)
         others = interleavings(made.pipeline, len(asker.layers), asked.cluster, asker.prices())
+        scale = _scale(made)
         found += [(p.time * scale, p, asker) for p in others if len(p.stages) <= asked.rule.max_stages]
     found = [f for f in found if f[0] < (1 - WORTH) * best]
     if not found:

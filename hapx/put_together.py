@@ -26,7 +26,7 @@ from hapx.planner import plan_spmd, views
 from hapx.predict import Staged
 from hapx.processes import at_the_same_time
 from hapx.restriction import Restriction
-from hapx.schedules import Style, crossings_between, hidings, in_flight, nearby, patient
+from hapx.schedules import Style, crossings_between, everywhere, hidings, in_flight, nearby, patient
 from hapx.stage_prices import LEVELS, Asker, Planned, view_of
 from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline
 from hapx.stages.interleaved import INTERLEAVED
@@ -34,8 +34,8 @@ from hapx.stages.interleaved import INTERLEAVED
 PUT_TOGETHER = 3  # pipelines that are planned stage by stage and simulated exactly, of those that look best
 SMALL = 100  # nodes of a graph for which a search under limits of memory does not take long
 ENOUGH = 8  # micro-batches per stage, until a pipeline repeats itself
-SCHEDULES = 3  # with the most micro-batches that fit, which are simulated
-TUNED = 1e-3  # of the time: what less is gained by a schedule near another one is not worth more micro-batches under way
+SLACKS = (1, 2, 3)  # micro-batches between every two groups, of schedules that are simulated
+TUNED = 1e-3  # of the time: less is not worth more micro-batches under way
 POLISH = 0.01  # how far from the optimum stages may be that are planned once more
 SLOW_STAGE = 0.9  # of the slowest stage's seconds: such stages are planned once more
 
@@ -101,11 +101,15 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
     for seconds in () if turns else (first.seconds, patient(first.seconds)):
         warm = [str(s) for s in hidings(seconds, crossings)]
         fits = bisect_left(warm, True, key=lambda style: _fits(under(style)))  # the fewer are under way the less memory it takes
-        styles |= dict.fromkeys(warm[fits : fits + SCHEDULES])
+        styles |= dict.fromkeys(warm[fits : fits + 1])
+    if not turns:
+        styles |= dict.fromkeys(str(everywhere(len(pieces), number)) for number in SLACKS)
     styles[plainest] = None
     if asked.repeats <= some:
         styles["gpipe"] = None
-    ranked = sorted(map(under, styles), key=lambda s: s.timetable.total)
+    drawn = list(map(under, styles))
+    least = (1 + TUNED) * min(s.timetable.total for s in drawn)
+    ranked = sorted(drawn, key=lambda s: (max(s.timetable.total, least), sum(in_flight(s.plan.schedules[key]))))
     if thorough and not turns:
         ranked[:0] = [_tuned(staged, under) for staged in islice(filter(_fits, ranked), 1)]
     for staged in ranked:

@@ -102,8 +102,8 @@ def test_one_stage_that_accumulates_is_a_candidate() -> None:
 
 def test_interleaving_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few micro-batches of a deep model, of which little crosses: several stages on every machine leave fewer bubbles."""
-    model = MLP((64,) * 17)
-    cluster = slow_devices(["fast", "fast"], ["slow", "slow"], inter="2 Mbit/s", speed=2e6)
+    model = MLP((64,) * 25)
+    cluster = slow_devices(["fast", "fast"], ["slow", "slow"], inter="4 Mbit/s", speed=2e6)
     plan = hapx.plan(model, cluster, model.example(4))
     assert [s.name for s in plan.schedules.values()] == ["interleaved"]
     assert [s.devices for s in plan.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]

@@ -13,9 +13,10 @@ from hapx.schedules.make import make
 from hapx.schedules.orders import promised
 from hapx.schedules.styles import Crossing, Style, crossings_between, groups_of, tied_stages
 from hapx.schedules.timetable import Seconds, Span, Timetable, duration_of, timetable
-from hapx.schedules.warm import hidings, nearby, patient
+from hapx.schedules.warm import everywhere, hidings, nearby, patient
 
 __all__ = [
     "Crossing", "Style", "make", "check", "in_flight", "received_ahead", "promised", "grid", "delivered",
-    "Seconds", "Span", "Timetable", "timetable", "duration_of", "hidings", "nearby", "patient", "crossings_between", "groups_of", "tied_stages",
+    "Seconds", "Span", "Timetable", "timetable", "duration_of", "everywhere", "hidings", "nearby", "patient", "crossings_between",
+    "groups_of", "tied_stages",
 ]  # fmt: skip

@@ -49,6 +49,12 @@ def patient(seconds: Seconds) -> Seconds:
     return replace(seconds, crossing=longer)
 
 
+def everywhere(groups: int, slack: int) -> Style:
+    """1F1B with so many further micro-batches between every two groups. The formula leaves out that transfers wait for each other; where every link
+    has some slack, no such delay is passed on for long."""
+    return Style("1f1b-warm", tuple(slack * (groups - 1 - i) for i in range(groups)))
+
+
 def nearby(style: Style, groups: int) -> Iterator[Style]:
     """Styles of one stage per group with a micro-batch more or fewer under way on one of them, or on it and all before it."""
     own = style.numbers or (0,) * groups

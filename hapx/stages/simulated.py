@@ -11,17 +11,18 @@ from functools import lru_cache
 from itertools import islice, pairwise
 
 from hapx.cluster.spec import ClusterSpec
-from hapx.schedules import Crossing, Seconds, Style, duration_of, hidings, make, patient
+from hapx.schedules import Crossing, Seconds, Style, duration_of, everywhere, hidings, make, patient
 from hapx.stages.costs import ONE_WAY, Assigned, Pipeline
 
+SLACKS = (1, 2)  # micro-batches between every two submeshes
 ENOUGH = 6  # micro-batches per submesh, until a pipeline repeats itself
 FORWARD = 1 / 3  # of a stage's seconds; the rest is backward
 
 
 def simulated(pipeline: Pipeline, cluster: ClusterSpec) -> float:
-    """Seconds of an iteration: interleaved where submeshes have several stages, else the faster one of 1F1B and the warm ones that hide most and fit
-    by the answers, as if transfers never waited for each other and as if they did. Forwards take a third of a stage, and half of what crosses goes
-    each way. Of many micro-batches a part is simulated."""
+    """Seconds of an iteration: interleaved where submeshes have several stages, else the fastest one of 1F1B, those with some slack at every link
+    and, where these do not fit by the answers, the warm ones that do and hide most, as if transfers never waited for each other and as if they did.
+    Forwards take a third of a stage, and half of what crosses goes each way. Of many micro-batches a part is simulated."""
     stages = pipeline.stages
     crossings = [Crossing(i, i + 1) for i in range(len(stages) - 1)]
     micro, updates = [s.answer.micro for s in stages], tuple(s.answer.iteration for s in stages)
@@ -35,7 +36,11 @@ def simulated(pipeline: Pipeline, cluster: ClusterSpec) -> float:
     if len(numbers) < len(stages):
         styles = ["interleaved"]
     else:
-        styles = list(dict.fromkeys(style for s in (seconds, patient(seconds)) for style in _fitting(pipeline, hidings(s, crossings))))
+        room = [s.answer.most_in_flight for s in stages]
+        slack = [style for number in SLACKS if _fits(style := everywhere(len(stages), number), room)]
+        hiding = (hidings(s, crossings) for s in (seconds, patient(seconds)) if len(slack) < len(SLACKS))
+        fitting = [*slack, *(style for found in hiding for style in islice((s for s in found if _fits(s, room)), 1))]
+        styles = list(dict.fromkeys(["1f1b", *map(str, fitting)]))
 
     def total(style: str, micro_batches: int) -> float:
         return _duration(style, tuple(groups), micro_batches)(seconds)
@@ -60,12 +65,6 @@ def _links(source: Assigned, target: Assigned, cluster: ClusterSpec) -> tuple[Ha
     if out == into and len(out) == 1:
         return ("inside", source.devices, target.devices)
     return (*(("card out", m) for m in sorted(out)), *(("card in", m) for m in sorted(into)))
-
-
-def _fitting(pipeline: Pipeline, styles: Sequence[Style]) -> list[str]:
-    """The first style whose micro-batches fit by the answers, and 1F1B."""
-    room = [s.answer.most_in_flight for s in pipeline.stages]
-    return list(dict.fromkeys([*map(str, islice((s for s in styles if _fits(s, room)), 1)), "1f1b"]))
 
 
 def _fits(style: Style, room: Sequence[int]) -> bool:

@@ -144,21 +144,30 @@ def beam(domain: Domain[N], width: Width, statistics: Statistics, incumbent: N |
 
 
 def _followed(domain: Domain[N], width: Width, statistics: Statistics, nodes: list[N], best: N | None, within: float) -> N | None:
-    """From nodes of one level. What leaps over others is followed to its end first: it limits them."""
+    """From nodes of one level. What leaps over others is followed to its end at once, as it limits everything else, unless its bound is above that of
+    one that was: then it waits at its level, as all others do."""
+    least, waiting = inf, dict[int, list[N]]()
     while nodes and nodes[0].level < domain.depth:
         limit = best.estimate * within if best is not None else inf
-        following: dict[int, list[N]] = {nodes[0].level + 1: []}
+        leapt: dict[int, list[N]] = {}
         for node in nodes:
             statistics.expansions += 1
             repeated = domain.again(node, limit)
             for successor in domain.successors(node, limit, width.nodes + 2) if repeated is None else repeated:
                 statistics.generated += 1
-                following.setdefault(successor.level, []).append(successor)
-        after, *leapt = following.values()
-        for ahead in leapt:
-            best = _followed(domain, width, statistics, ahead, best, within)
+                ahead = waiting if successor.level == node.level + 1 else leapt
+                ahead.setdefault(successor.level, []).append(successor)
+        for level, found in leapt.items():
+            lowest = min(n.estimate for n in found)
+            if lowest < least:
+                least, best = lowest, _followed(domain, width, statistics, found, best, within)
+            else:
+                waiting.setdefault(level, []).extend(found)
         limit = best.estimate * within if best is not None else inf
-        nodes = _best(domain, [n for n in after if n.estimate < limit], width, statistics)
+        nodes = []
+        while waiting and not nodes:
+            nodes = [n for n in waiting.pop(min(waiting)) if n.estimate < limit]
+        nodes = _best(domain, nodes, width, statistics)
     return min(nodes, key=lambda n: n.estimate, default=best)
 
 

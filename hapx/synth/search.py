@@ -50,10 +50,11 @@ LONG = 60_000  # the same for problems of up to EXACT steps in which memory bind
 EXACT = 100  # steps up to which a problem is solved to the end
 NEARLY = (400, 110)  # and up to which one is solved to a, on meshes of one axis and of several,
 ALMOST = 1e-6  # relative distance from the optimum
-# of those that follow where a search ends with its budget, on meshes of one axis and of several,
-WIDE = ((Width(16), Width(8, True)), (Width(8, True), Width(12)))
-WIDEST = ((Width(256),), (Width(64),))  # and where memory binds in a problem of up to EXACT steps;
-NEAR = 0.01  # the second one where more than this is left to the bound
+NEAR = 0.01  # what may be left to the bound without another beam
+# of those that follow where a search ends with its budget, if more than this is left; on meshes of one axis and of several,
+WIDE = (((Width(16), 0.0), (Width(8, True), NEAR)), ((Width(8, True), 0.0), (Width(12), NEAR)))
+WIDEST = (((Width(256), 0.0),), ((Width(64), 0.0),))  # where memory binds in a problem of up to EXACT steps,
+PARTLY = ((WIDTH, NEAR),)  # and where sums of gradients count in part
 PACE = (300, BUDGET // 3)  # partial programs after which the search of a problem of more than EXACT steps is asked whether its budget leads anywhere
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WORTH = 0.25  # of the distance: what a beam may leave, which follows nothing that is not better by more
@@ -190,8 +191,8 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     short = problem.within or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
     pace = PACE if len(problem.steps) > EXACT else ()
     best = search(domain, own, best, BUDGET // 6 if short else budget, within, problem.watch, pace)
-    if wide and problem.exposed == 1:
-        best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1], within)
+    if wide:
+        best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1] if problem.exposed == 1 else PARTLY, within)
     statistics.add(own)
     if best is not None:
         problem.programs[:] = [best, *problem.programs[: REMEMBERED - 1]]
@@ -222,14 +223,16 @@ def _counted(domain: Synthesis, statistics: Statistics, best: State | None) -> S
     return best
 
 
-def _widened(domain: Synthesis, statistics: Statistics, best: State | None, widths: Sequence[Width], within: float) -> State | None:
+def _widened(
+    domain: Synthesis, statistics: Statistics, best: State | None, widths: Sequence[tuple[Width, float]], within: float
+) -> State | None:  # fmt: skip
     """Where a search ended with its budget, wider beams try once more: a best-first search that ends early has hardly seen the last steps.
     statistics: of this search alone."""
     if best is None or not statistics.unproven:
         return best
     bound = best.estimate * (1 - statistics.gap)
-    for width in widths:
-        if width is widths[0] or bound < best.estimate * (1 - NEAR):
+    for width, near in widths:
+        if bound < best.estimate * (1 - near):
             best = beam(domain, width, statistics, best, WORTH * within)
             assert best is not None
     statistics.gap = max(0.0, 1 - bound / best.estimate)

@@ -104,6 +104,17 @@ def test_what_leaps_is_followed_to_its_end_first() -> None:
         assert "ba" not in tree.expanded
 
 
+def test_what_leaps_later_with_a_higher_bound_waits_at_its_level() -> None:
+    """Of many rounds that end as they began each may leap, and each again further on: all of them followed at once take many times as long."""
+    bound = {"": 1.0, "a": 1.0, "b": 1.1, "aaaa": 1.05, "aaaaa": 9.0, "aaaab": 8.0, "baaab": 1.5, "baaaba": 7.0, "baaabb": 2.0}
+    bound |= {"bb": 1.2} | {"bb" + a + b: 3.0 for a in "ab" for b in "ab"}
+    tree = Tree(6, bound, leaping={"a": "aaaa", "ba": "baaab"})
+    found = beam(tree, Width(4), Statistics())
+    assert found is not None and found.path == "baaabb"
+    assert tree.expanded.index("aaaa") < tree.expanded.index("bb"), "followed at once"
+    assert tree.expanded.index("baaab") > tree.expanded.index("bba"), "when the others are there"
+
+
 @pytest.mark.parametrize("cost", (0.5, 7.0))
 def test_an_incumbent_is_kept_unless_something_is_better(cost: float) -> None:
     incumbent = Leaf("known", 3, cost)
