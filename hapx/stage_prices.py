@@ -36,6 +36,7 @@ from hapx.simulate import run_times
 from hapx.stages.clustering import node_flops
 from hapx.stages.costs import ONE_F_ONE_B, UNLIMITED, Answer, Assigned, Pipeline, Prices, latency, most_in_flight
 from hapx.stages.submeshes import Shape, ordered, shape_of
+from hapx.states import Invariant, Placement, Replicated
 from hapx.theory.derive import derive
 from hapx.theory.triple import Theory
 
@@ -73,6 +74,7 @@ class Asker:
     wholes: dict[tuple[Shape, int], WholeModel | None] = field(default_factory=dict)
     library: dict[Hashable, Candidate] = field(default_factory=dict)  # by group of shapes
     shares: dict[Hashable, float] = field(default_factory=dict)  # by group of shapes; see `WholeModel.really_kept`
+    least: dict[Shape, int] = field(default_factory=dict)  # the first level of thrift of which there are answers
     theories: dict[int, Theory] = field(default_factory=dict)  # by number of axes
     pieces: dict[Hashable, Planned] = field(default_factory=dict)  # with the micro-batches for which they have room
 
@@ -175,7 +177,13 @@ class Asker:
         inside = len(front.parts) == len(back.parts) == 1 and link in (front.parts[0].intra, back.parts[0].intra)
         ways = min(front.num_devices, back.num_devices) if inside else min(len(front.parts), len(back.parts))
         there, again = self._crossing[boundary]
-        return (there + again) / link.bandwidth / ways + link.latency * (2 if again else 1)
+        all_of_it = there * self._copies(boundary, back) + again * self._copies(boundary, front)
+        return all_of_it / link.bandwidth / ways + link.latency * (2 if again else 1)
+
+    def _copies(self, boundary: int, shape: Shape) -> float:
+        """On how many machines of a shape the same of what crosses is, by the least thrifty program that answered; one where there is none yet."""
+        whole = self.wholes.get((shape, self.least[shape])) if shape in self.least else None
+        return whole.copies[boundary] if whole is not None else 1.0
 
     def least_crossing(self, boundary: int, link: Link) -> float:
         there, again = self._crossing[boundary]
@@ -201,7 +209,10 @@ class Asker:
             if whole is not None:
                 found.append(replace(whole.answer(start, stop, low), plan=level))
                 useless = LEVELS[level].storage if not whole.stores(start, stop) else useless
-        return tuple(a for k, a in enumerate(found) if a.most_in_flight > max((b.most_in_flight for b in found[:k]), default=0))
+        kept = tuple(a for k, a in enumerate(found) if a.most_in_flight > max((b.most_in_flight for b in found[:k]), default=0))
+        if kept:
+            self.least[shape] = min(self.least.get(shape, kept[0].plan), kept[0].plan)
+        return kept
 
     def accumulated(self) -> Pipeline | None:
         """All layers as one stage on all devices, which runs micro-batches one after another: the least thrifty program that fits."""
@@ -423,6 +434,8 @@ class WholeModel:
         own: list[list[tuple[str, float]]] = [[(i.triple.post[0].tensor, self.exact.step(i.triple).synchronisation({})) for i in run] for run in runs]
         self.synchronise = [sum(s for name, s in run if len(homes.get(name, ())) < 2) for run in own]
         self.shared = [(s, homes[name]) for run in own for name, s in run if s and len(homes.get(name, ())) > 1]
+        placed = {p.tensor: p.placement for i in best.program.instructions if i.triple.node is not None for p in i.triple.post}
+        self.copies = [self._copies([(ref.bytes, placed[ref.name]) for ref in crossing(self.graph, start)]) for start, _ in layers]
         zero = np.zeros(len(self.exact.kinds))
         steps = [[(i.triple.post[0].tensor in self.exact.again, self.exact.step(i.triple).memory) for i in run] for run in runs]
         kept = [[term for again, term in run if not again] for run in steps]
@@ -435,6 +448,14 @@ class WholeModel:
         )
         types = self.exact.cluster.device_types
         self.memory = self.exact.view.worst(lambda d: types[self.exact.cluster.devices[d].type].memory * (1.0 - RESERVE), min)
+
+    def _copies(self, crossing: Sequence[tuple[int, Placement]]) -> float:
+        """Machines that have the same of what crosses, by bytes and placement; on the average."""
+        mesh = self.best.theory.mesh
+        axis = next((a for a, own in enumerate(mesh.axes) if own.kind == "machines"), 0)
+        machines = len({self.exact.cluster.devices[d].machine for d in mesh.devices})
+        whole = sum(size for size, p in crossing if isinstance(p.states[axis], (Replicated, Invariant)))
+        return 1.0 + (machines - 1.0) * whole / max(1, sum(size for size, _ in crossing))
 
     def really_kept(self) -> float:
         """What backward waits for, as a share of the sum over all steps: tensors that several steps keep are there once."""

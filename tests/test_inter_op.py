@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ from hapx.alternation import Setting
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture import capture
 from hapx.inter_op import at_full_speed, numbers_of_micro_batches, pipelines
+from hapx.parts import crossing
 from hapx.planner import key_of
 from hapx.restriction import AUTO
 from hapx.stage_prices import _round
 from hapx.stages.costs import ONE_F_ONE_B
 from hapx.stages.plain import pipeline_by_hand
-from hapx.stages.submeshes import shape_of
+from hapx.stages.submeshes import ordered, shape_of
+from hapx.states import Sharded
 from hapx.theory.normalise import MixedSamplesWarning
 from support.asking import MODEL, SLOW, asker
 from support.clusters import TWO, slow_devices
@@ -166,6 +169,24 @@ def test_what_pipelines_lack_does_not_matter_where_none_is_needed(cores: int, mo
     monkeypatch.setattr(inter_op, "NEAR", math.inf)
     plan = hapx.plan(with_batch_norm(), SLOW, (torch.randn(8, 64),), micro_batches=8)
     assert len(plan.stages) == 1 and plan.statistics["pipelines"] == 0
+
+
+def test_what_is_whole_on_several_machines_crosses_to_each_of_them() -> None:
+    """Micro-batches of one sample are computed by both machines, or in shards that are gathered before every layer: so is what they receive."""
+    cluster = slow_devices(["fast", "fast"], ["slow", "slow"], ["slow", "slow"], inter="2 Mbit/s", speed=1e8)
+    own = asker(16)
+    own.asked = replace(own.asked, cluster=cluster)
+    both, one = shape_of(cluster, ordered(cluster, (2, 3, 4, 5))), shape_of(cluster, (0, 1))
+    there, again = own._crossing[1]
+    assert there == again > 0
+    wire = [own.crossing(1, one, both, cluster.inter) - 2 * cluster.inter.latency]  # nothing is known of programs yet
+    own.ask(0, len(own.layers), both)
+    program = own.wholes[both, own.least[both]].best.program
+    (received,) = crossing(own.asked.graph, own.layers[1][0])
+    placed = next(p.placement for i in program.instructions if i.triple.node is not None for p in i.triple.post if p.tensor == received.name)
+    assert not any(isinstance(s, Sharded) for s in placed.states[:1])
+    wire += [own.crossing(1, *shapes, cluster.inter) - 2 * cluster.inter.latency for shapes in ((one, both), (both, one), (both, both))]
+    assert [w * cluster.inter.bandwidth / there for w in wire] == pytest.approx([2, 3, 3, 2])  # between both and both over two cards
 
 
 def test_answers_are_near_what_is_planned() -> None:
