@@ -26,6 +26,7 @@ FACTOR = 4.0  # by which a price changes until it is bracketed
 CLOSE = 1.1  # ratio of the ends of a bracket that is not halved further
 NEGLIGIBLE = 1e-3  # of the time of a program, as the price of all the memory of a device
 HOPELESS = 2.0  # times what would be possible with more memory
+DOMINANT = 50.0  # times the seconds of a program, as the price of all the memory of a device: what is cheapest then takes about as little as there is
 
 Search = Callable[[Vector], tuple[State | None, float]]
 
@@ -42,7 +43,8 @@ class Priced:
 
 def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, start: Vector | None = None) -> Priced:
     """search: prices -> (the best state at these prices, relative gap of its proof). cheapest: the best one without limits, which does not
-    fit. start: prices to begin with. Ends without a state where all that fit would take more than `HOPELESS` times as long."""
+    fit. start: prices to begin with. Ends without a state where all that fit would take more than `HOPELESS` times as long, or where memory is too
+    scarce to tell: at prices beside which time hardly counts."""
     low, high = [0.0] * len(limits), [inf] * len(limits)
     first = [cheapest.estimate / limit if used > limit else 0.0 for used, limit in zip(cheapest.memory, limits, strict=True)]
     prices = tuple(start) if start is not None and any(start) else tuple(first)
@@ -58,7 +60,9 @@ def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, s
             found = replace(found, bound=bound)
         _narrow(prices, state.memory, limits, low, high)
         closed = all(h <= low[k] * CLOSE or h < NEGLIGIBLE * cheapest.estimate / limits[k] for k, h in enumerate(high) if h < inf or low[k])
-        if found.cost * (1 - tolerance) <= bound or bound > HOPELESS * cheapest.estimate or (found.best is not None and closed):
+        dominant = DOMINANT * cheapest.estimate
+        scarce = found.best is None and all(p * n >= dominant for p, used, n in zip(prices, state.memory, limits, strict=True) if used > n)
+        if scarce or found.cost * (1 - tolerance) <= bound or bound > HOPELESS * cheapest.estimate or (found.best is not None and closed):
             break
         prices = tuple(_price(*of_kind, cheapest.estimate) for of_kind in zip(prices, state.memory, limits, low, high, strict=True))
     return found

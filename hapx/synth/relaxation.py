@@ -137,9 +137,12 @@ class Relaxation:
             more = np.where(np.isfinite(more), more, 0.0)
             finite = np.where(np.isfinite(added), added, more)
             even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + general.rows[level][GENERAL].max())).all())
-            if level == 0 or even or top - level >= self.deepest:
+            possible = bool(np.isfinite(mine[GENERAL]).all())  # whether there is any way from where the parameters are
+            if level == 0 or even or not possible or top - level >= self.deepest:
                 break
             level -= 1
+        if not possible:
+            more, even = np.full_like(more, np.inf), True
         least = mine[GENERAL][0] + offset
         if level >= self._cutting:  # see `_tabulate`
             more, least = np.full_like(more, more.min()), np.full_like(least, least.min())

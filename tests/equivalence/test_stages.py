@@ -111,12 +111,12 @@ def two_losses(trained: nn.Module, module: Any, batch: int = 16) -> list[float]:
 
 
 def deep() -> MLP:
-    return MLP((64,) * 17)
+    return MLP((64,) * 25)
 
 
 AUTOMATIC = {  # model, batch, cluster
     "1f1b": (GPT_WIDE, 16, SLOW_LINK),
-    "interleaved": (deep, 4, slow_devices(["fast", "fast"], ["slow", "slow"], inter="2 Mbit/s", speed=2e6)),
+    "interleaved": (deep, 4, slow_devices(["fast", "fast"], ["slow", "slow"], inter="4 Mbit/s", speed=2e6)),
 }
 
 

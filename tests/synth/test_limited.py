@@ -1,0 +1,44 @@
+"""Prices of memory, with searches that are written down."""
+
+from __future__ import annotations
+
+import pytest
+
+from hapx.synth.domain import State
+from hapx.synth.effect import Vector
+from hapx.synth.limited import ROUNDS, fitting
+
+LIMITS = (100.0, 100.0)
+
+
+def program(seconds: float, memory: Vector, prices: Vector = (0.0, 0.0)) -> State:
+    estimate = seconds + sum(p * m for p, m in zip(prices, memory, strict=True))
+    return State(0, 0, seconds, (0.0, 0.0), (0.0, 0.0), memory, estimate, seconds, None, None)
+
+
+class Search:
+    """The cheapest of some programs (seconds, bytes per kind) at given prices."""
+
+    def __init__(self, *programs: tuple[float, Vector], gap: float = 0.0):
+        self.programs, self.gap = programs, gap
+        self.asked: list[Vector] = []
+
+    def __call__(self, prices: Vector) -> tuple[State, float]:
+        self.asked.append(prices)
+        return min((program(*p, prices) for p in self.programs), key=lambda s: s.estimate), self.gap
+
+
+def test_the_cheapest_that_fits_is_found_and_proven() -> None:
+    search = Search((1.0, (150.0, 50.0)), (1.2, (90.0, 90.0)), (1.5, (50.0, 50.0)))
+    found = fitting(search, program(1.0, (150.0, 50.0)), LIMITS, 1e-3)
+    assert found.best is not None and found.cost == pytest.approx(1.2)
+    assert 1.0 <= found.bound <= 1.2
+
+
+def test_prices_do_not_rise_where_time_hardly_counts() -> None:
+    """Nothing fits, by less than what the search leaves open, so no bound proves it: at some price there is no sense in a higher one."""
+    search = Search((1.0, (150.0, 50.0)), (2.0, (101.0, 50.0)), gap=0.02)
+    found = fitting(search, program(1.0, (150.0, 50.0)), LIMITS, 1e-3)
+    assert found.best is None
+    assert len(search.asked) < ROUNDS / 2
+    assert search.asked[-1][0] * LIMITS[0] > 10  # of the cheapest program's seconds
