@@ -86,8 +86,8 @@ class Synthesis:
         return State(0, self.problem.start, fixed, self.zero, self.zero, self.fixed_memory, estimate, fixed, None, None)
 
     def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
-        """By the choices whose bound is below the limit: conversions are priced for no others. most: by so many of the best, unless the step places a
-        parameter that is used again: what its places cost later, the choices' bounds do not know."""
+        """By the choices whose bound is below the limit: conversions are priced for no others. most: by so many of the best, unless the step
+        places the only parameter that is used again: what its places cost later the bounds of choices do not know."""
         estimates = self.bound.choices(state.level, state.place, state.cost + self._priced(state.memory), state.forward, state.backward)
         allowed = self.only.get(id(self.problem.steps[state.level].kind)) if self.only is not None else None
         chosen = np.flatnonzero(estimates < limit if allowed is None else (estimates < limit) & allowed)

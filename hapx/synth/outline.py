@@ -40,9 +40,9 @@ class Value(NamedTuple):
 
 
 class Outline:
-    """Per level: `first`: per slot, whether it is a parameter used for the first time; `placed`: whether one of them is used again. `stored`: of the
-    largest parameters that are live the next use (level, slot) and their bits (shift, mask); `values`: the other values, by where they have their
-    bits. `places`: that, and -1."""
+    """Per level: `first`: per slot, whether it is a parameter used for the first time; `placed`: whether one of them is used again, and none is live
+    that is. `stored`: of the largest parameters that are live the next use (level, slot) and their bits (shift, mask); `values`: the other values, by
+    where they have their bits. `places`: that, and -1."""
 
     def __init__(self, steps: tuple[Step, ...]):
         self.first = [_first(step) for step in steps]
@@ -162,9 +162,8 @@ def _large(values: Mapping[int, Value]) -> int:
 
 
 def _kept(step: Step, after: Step | None) -> bool:
-    """Whether a parameter is live after a step that is not before it."""
-    before = {n for n, _, _ in step.live}
-    return after is not None and any(t.stored and n not in before for n, t, _ in after.live)
+    """Whether parameters are live after a step and none before it."""
+    return after is not None and any(t.stored for _, t, _ in after.live) and not any(t.stored for _, t, _ in step.live)
 
 
 def _first(step: Step) -> tuple[bool, ...]:
