@@ -26,7 +26,7 @@ from hapx.cost.model import OWN_SPEED, CostModel
 from hapx.cost.remat import with_blocks
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError, PlanError
-from hapx.ir import FLOATING, Graph, Kind
+from hapx.ir import FLOATING, Graph, Kind, TensorRef
 from hapx.lower import Candidate
 from hapx.parts import crossing, part
 from hapx.pipelines import Piece, piece_of
@@ -164,12 +164,16 @@ class Asker:
     # ---- what crosses -------------------------------------------------------------------------------------------------
 
     @cached_property
+    def _received(self) -> list[tuple[TensorRef, ...]]:
+        """Per boundary, the tensors that cross."""
+        return [crossing(self.asked.graph, start) for start, _ in self.layers]
+
+    @cached_property
     def _crossing(self) -> list[tuple[float, float]]:
         """Per boundary, bytes forward and backward."""
-        graph, found = self.asked.graph, []
-        for start, _ in self.layers:
-            refs = crossing(graph, start)
-            back = sum(r.bytes for r in refs if r.requires_grad and r.dtype in FLOATING) if graph.mode == "train" else 0
+        found = []
+        for refs in self._received:
+            back = sum(r.bytes for r in refs if r.requires_grad and r.dtype in FLOATING) if self.asked.graph.mode == "train" else 0
             found.append((float(sum(r.bytes for r in refs)), float(back)))
         return found
 
@@ -261,7 +265,7 @@ class Asker:
 
     def _read(self, best: Candidate, group: Hashable) -> WholeModel:
         """A program read layer by layer. What share of the sum over steps is really kept is found once for a group of shapes: that takes long."""
-        whole = WholeModel(best, self.layers)
+        whole = WholeModel(best, self.layers, self._received)
         known = next((asker.shares[group] for asker in (self, *self.others) if group in asker.shares), None)
         if known is None:
             known = self.shares[group] = whole.really_kept()
@@ -366,7 +370,7 @@ class Asker:
     def finer(self, layers: Sequence[tuple[int, int]], pipelines: Iterable[Pipeline]) -> tuple[Asker, list[Pipeline]]:
         """Asks about parts of these layers, and knows what this one knows of the whole model and of the stages of these pipelines, which come back as
         pipelines of the parts."""
-        own = replace(self, layers=layers, known={}, wholes={}, pieces={}, others=(self, *self.others))
+        own = replace(self, layers=layers, known={}, wholes={}, least={}, pieces={}, others=(self, *self.others))
         first = {node: k for k, (node, _) in enumerate(layers)} | {layers[-1][1]: len(layers)}
         found = []
         for pipeline in pipelines:
@@ -414,7 +418,8 @@ class WholeModel:
     """A program of the whole model on a shape, read layer by layer. Per layer: seconds of a micro-batch, of the synchronisation of its gradients and
     of its update, and bytes that are always there and that a micro-batch keeps, per kind of devices."""
 
-    def __init__(self, best: Candidate, layers: Sequence[tuple[int, int]]):
+    def __init__(self, best: Candidate, layers: Sequence[tuple[int, int]], received: Sequence[Sequence[TensorRef]]):
+        """received: what crosses to each layer from those before it."""
         self.best, self.graph = best, best.theory.graph
         self.exact = best.costs.changed(lengths=best.lengths, repeats=1, in_flight=1)
         after = {-1: 0} | {i.triple.node: k + 1 for k, i in enumerate(best.program.instructions) if i.triple.node is not None}
@@ -435,7 +440,7 @@ class WholeModel:
         self.synchronise = [sum(s for name, s in run if len(homes.get(name, ())) < 2) for run in own]
         self.shared = [(s, homes[name]) for run in own for name, s in run if s and len(homes.get(name, ())) > 1]
         placed = {p.tensor: p.placement for i in best.program.instructions if i.triple.node is not None for p in i.triple.post}
-        self.copies = [self._copies([(ref.bytes, placed[ref.name]) for ref in crossing(self.graph, start)]) for start, _ in layers]
+        self.copies = [self._copies([(ref.bytes, placed[ref.name]) for ref in refs]) for refs in received]
         zero = np.zeros(len(self.exact.kinds))
         steps = [[(i.triple.post[0].tensor in self.exact.again, self.exact.step(i.triple).memory) for i in run] for run in runs]
         kept = [[term for again, term in run if not again] for run in steps]
@@ -449,13 +454,13 @@ class WholeModel:
         types = self.exact.cluster.device_types
         self.memory = self.exact.view.worst(lambda d: types[self.exact.cluster.devices[d].type].memory * (1.0 - RESERVE), min)
 
-    def _copies(self, crossing: Sequence[tuple[int, Placement]]) -> float:
+    def _copies(self, received: Sequence[tuple[int, Placement]]) -> float:
         """Machines that have the same of what crosses, by bytes and placement; on the average."""
         mesh = self.best.theory.mesh
         axis = next((a for a, own in enumerate(mesh.axes) if own.kind == "machines"), 0)
         machines = len({self.exact.cluster.devices[d].machine for d in mesh.devices})
-        whole = sum(size for size, p in crossing if isinstance(p.states[axis], (Replicated, Invariant)))
-        return 1.0 + (machines - 1.0) * whole / max(1, sum(size for size, _ in crossing))
+        whole = sum(size for size, p in received if isinstance(p.states[axis], (Replicated, Invariant)))
+        return 1.0 + (machines - 1.0) * whole / max(1, sum(size for size, _ in received))
 
     def really_kept(self) -> float:
         """What backward waits for, as a share of the sum over all steps: tensors that several steps keep are there once."""

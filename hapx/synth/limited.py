@@ -48,7 +48,7 @@ def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, s
     low, high = [0.0] * len(limits), [inf] * len(limits)
     first = [cheapest.estimate / limit if used > limit else 0.0 for used, limit in zip(cheapest.memory, limits, strict=True)]
     prices = tuple(start) if start is not None and any(start) else tuple(first)
-    found = Priced(None, inf, cheapest.estimate, prices)
+    found, dominant = Priced(None, inf, cheapest.estimate, prices), DOMINANT * cheapest.estimate
     for _ in range(ROUNDS):
         state, gap = search(prices)
         assert state is not None, "a program exists without limits"
@@ -60,7 +60,6 @@ def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, s
             found = replace(found, bound=bound)
         _narrow(prices, state.memory, limits, low, high)
         closed = all(h <= low[k] * CLOSE or h < NEGLIGIBLE * cheapest.estimate / limits[k] for k, h in enumerate(high) if h < inf or low[k])
-        dominant = DOMINANT * cheapest.estimate
         scarce = found.best is None and all(p * n >= dominant for p, used, n in zip(prices, state.memory, limits, strict=True) if used > n)
         if scarce or found.cost * (1 - tolerance) <= bound or bound > HOPELESS * cheapest.estimate or (found.best is not None and closed):
             break

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -40,13 +40,12 @@ class Value(NamedTuple):
 
 
 class Outline:
-    """Per level: `first`: per slot, whether it is a parameter used for the first time; `placed`: whether one of them is used again, and none is live
-    that is. `stored`: of the largest parameters that are live the next use (level, slot) and their bits (shift, mask); `values`: the other values, by
+    """Per level: `first`: per slot, whether it is a parameter used for the first time. `stored`: of the largest parameters that are live the next use
+    (level, slot) and their bits (shift, mask); `placed`: whether the step makes such ones live where there were none; `values`: the other values, by
     where they have their bits. `places`: that, and -1."""
 
     def __init__(self, steps: tuple[Step, ...]):
         self.first = [_first(step) for step in steps]
-        self.placed = [any(first) and _kept(step, after) for first, step, after in zip(self.first, steps, (*steps[1:], None), strict=True)]
         self.stored: list[tuple[tuple[int, int, int, int], ...]] = []
         self.values: list[dict[int, Value]] = []
         following: dict[str, tuple[int, int]] = {}
@@ -66,6 +65,7 @@ class Outline:
             self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in stored[:PRICED]]))
             self.values.append({at: value[n] for n, t, at in step.live if not t.stored})
         self.stored.reverse()
+        self.placed = [bool(after) and not before for before, after in pairwise([*self.stored, ()])]
         self.values.reverse()
         self.places = [(-1, *values) for values in self.values]
         between = [v for values in self.values for v in values.values() if v.several]
@@ -159,11 +159,6 @@ class Outline:
 def _large(values: Mapping[int, Value]) -> int:
     most = max([v.table.ref.bytes for v in values.values()], default=0)
     return sum(v.table.full << at for at, v in values.items() if v.table.ref.bytes >= LARGE * most)
-
-
-def _kept(step: Step, after: Step | None) -> bool:
-    """Whether parameters are live after a step and none before it."""
-    return after is not None and any(t.stored for _, t, _ in after.live) and not any(t.stored for _, t, _ in step.live)
 
 
 def _first(step: Step) -> tuple[bool, ...]:

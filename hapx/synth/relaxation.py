@@ -40,8 +40,8 @@ from hapx.synth.problem import Problem, StepClass
 from hapx.synth.sheet import Priced, Sheet, Weighted
 from hapx.synth.tables import bits
 
-DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
 LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
+DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
 GENERAL = -1  # whatever is available
 Rows = dict[int, Array]  # by where a value has its bits before the level, GENERAL: by none of them
 
@@ -172,24 +172,22 @@ class Relaxation:
                 continue
             self._step(level, rows[level], rows[level + 1], [], offsets[level + 1])
             offsets[level] = offsets[level + 1]
-            if moved is not None:
-                found = self._constant(rows[level], rows[later], moved, offsets[level] - offsets[later], offsets[level])
-                same, delta = (True, found) if found is not None else (False, delta)
-            else:
-                same = False
+            found = self._constant(rows, offsets, level, later, moved) if moved is not None else None
+            same, delta = (True, found) if found is not None else (False, delta)
         return Context(0, end, rows, offsets)
 
-    def _constant(self, mine: Rows, other: Rows, moved: Mapping[int, int], shifted: Array, offset: Array) -> Array | None:
-        """What is added to a table to have `mine`, None if it is not (nearly) one number per weight: the least, so that the bound stays one.
-        shifted: the difference between their offsets; offset: that of `mine`."""
-        left, right = (np.concatenate(rows) for rows in zip(*((r, other[moved.get(at, at)]) for at, r in mine.items()), strict=True))
+    def _constant(self, rows: list[Rows], offsets: list[Array], level: int, later: int, moved: Mapping[int, int]) -> Array | None:
+        """What is added to the table of `later` to have that of `level`, None if it is not (nearly) one number per weight: the least, so that the
+        bound stays one."""
+        mine, other = rows[level], rows[later]
+        left, right = (np.concatenate(both) for both in zip(*((r, other[moved.get(at, at)]) for at, r in mine.items()), strict=True))
         finite = np.isfinite(left)
         if not (finite == np.isfinite(right)).all():
             return None
         with np.errstate(invalid="ignore"):
-            added = np.where(finite, left - right + shifted, np.nan)
+            added = np.where(finite, left - right + (offsets[level] - offsets[later]), np.nan)
         least: Array = np.nanmin(added, axis=0)
-        return least if (np.nanmax(added, axis=0) - least <= LOSS * np.abs(least) + 1e-13 * (left[0] + offset)).all() else None
+        return least if (np.nanmax(added, axis=0) - least <= LOSS * np.abs(least) + 1e-13 * (left[0] + offsets[level])).all() else None
 
     def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use], offset: Array) -> None:
         """The table before a step from that after it; `offset` is to be added to both."""
