@@ -1,7 +1,8 @@
 """A lower bound of the rest of a program, for the A* search.
 
-From the tables of the relaxed problem (`hapx.synth.relaxation`): a partial program's bound is the largest over its live values. With w the unit
-vectors this contains the bound max_j (pending_j + sum over the rest of the least comp_j).
+From the tables of the relaxed problem (`hapx.synth.relaxation`): a partial program's bound is the largest over its live values, and over what those
+that one step reads cost together (`hapx.synth.ahead`). With w the unit vectors this contains the bound max_j (pending_j + sum over the rest of the
+least comp_j).
 
 A value that is available in several placements, none of which gives the others for free, has no row in the tables. Its bound is the same recursion
 from its next use, with the cheapest conversion from any of them; otherwise a search is drawn to paying for a second placement, which would hide
@@ -39,6 +40,7 @@ class Bound:
         self._bounds: dict[tuple[int, bool, int], tuple[Numbers, bool]] = {}
         self._rows: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._known: dict[tuple[int, int], tuple[Weighted, Array]] = {}
+        self._together: dict[tuple[int, int, int], Vector] = {}
         self._several: dict[tuple[int, int, int, int], list[Array]] = {}
         self._steps: dict[tuple[int, int, int], Array] = {}
         self.outline = self.relaxation.outline
@@ -54,7 +56,7 @@ class Bound:
         """As `rest`, with what all live values add: no bound."""
         known = self._likely[level]
         if place not in known:
-            parts = self._rests(level, place, self._context(level, place))
+            parts = self._rests(level, place, self._context(level, place), apart=True)
             known[place] = tuple([least + sum([x - least for x in own if x > least]) for least, *own in zip(*parts, strict=True)])
         return known[place]
 
@@ -82,7 +84,11 @@ class Bound:
         """(choice, weights) -> the least cost of the step and of what follows: the recursion of the relaxation from the placements that there are."""
         step = self.problem.steps[level]
         context = self._context(level, place)
-        key = level, place & step.reads, id(context)
+        joins = [self.relaxation.ahead[j.level] for j in self.outline.joined[level] if any(p.made == level for p in j.parts)]
+        reads = step.reads
+        for ahead in joins:
+            reads |= ahead.join.masks[ahead.join.made(level)]
+        key = level, place & reads, id(context)
         if key not in self._steps:
             weighted, then = self._weighted(context, level)
             total = weighted.total(then)
@@ -90,6 +96,8 @@ class Bound:
                 if slot.fixed is None and not slot.table.stored:
                     available = list(bits(place >> shift & slot.table.full))
                     total = total + self.relaxation.priced.conversions(slot.table)[available].min(axis=0)[needs]
+            for ahead in joins:
+                total = np.maximum(total, ahead.choices(level, place, step, weighted))
             self._steps[key] = total
         return self._steps[key]
 
@@ -105,11 +113,20 @@ class Bound:
         found = self._rests(level, place, context)
         return found[0] if len(found) == 1 else tuple(map(max, *found))
 
-    def _rests(self, level: int, place: int, context: Context) -> list[Vector]:
-        """The bounds by none of the live values and by each of them."""
-        found = [self._part(level, context, GENERAL, 0)]
+    def _rests(self, level: int, place: int, context: Context, apart: bool = False) -> list[Vector]:
+        """The bounds by none of the live values, by each of them and by those of each join ahead. apart: none of a value whose join says it."""
+        found, known = [self._part(level, context, GENERAL, 0)], 0
+        for join in self.outline.joined[level]:
+            made = join.made(level)
+            if made:
+                key = level, join.level, place & join.masks[made]
+                if key not in self._together:
+                    self._together[key] = tuple(self.relaxation.ahead[join.level].bound(level, place).tolist())
+                found.append(self._together[key])
+                known |= join.masks[made]
         for shift, value in self.outline.values[level].items():
-            found.append(self._part(level, context, shift, place >> shift & value.table.full))
+            if not apart or not known >> shift & 1:
+                found.append(self._part(level, context, shift, place >> shift & value.table.full))
         return found
 
     def _part(self, level: int, context: Context, shift: int, mask: int) -> Vector:

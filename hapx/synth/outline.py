@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hapx.cost.edges import Array, Mask, Numbers
+from hapx.synth.joins import Join, find_joins
 from hapx.synth.problem import Step, StepClass
 from hapx.synth.tables import TensorTable
 
@@ -72,6 +73,11 @@ class Outline:
         self._several = {id(v.table) for v in between}
         # classes and slots that read values between their first use and their last
         self.wide = {(id(steps[v.use].kind), steps[v.use].slot_shifts.index(v.shift)) for v in dict.fromkeys(between)}
+        self.joins = find_joins(steps)
+        self.joined: list[list[Join]] = [[] for _ in range(len(steps) + 1)]  # per level, joins from the one that makes their first value on
+        for join in self.joins:
+            for level in range(join.parts[0].made, join.level + 1):
+                self.joined[level].append(join)
         self._as_later: dict[int, bool] = {}
         self._ends: dict[int, tuple[tuple[Numbers, ...], tuple[Numbers, ...]]] = {}
         self._sets: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}

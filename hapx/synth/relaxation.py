@@ -17,6 +17,9 @@ the stored parameters that are live, each priced at its next use (of the largest
 These tables are followed back a few levels only. Below, what is known is that they are above the general ones by so much at least; and that
 nothing is below the cost of coming to their first level and what is least there.
 
+What several values that one step reads cost together has tables of its own (`hapx.synth.ahead`); what these say of a single value, or of none, is
+part of the general ones.
+
 Where steps repeat themselves (equal layers), the tables of one repetition differ from those of the next by a constant after a few of them, or nearly.
 A table that is larger by a constant at least makes the tables of all steps before larger by it at least: from there on tables are taken over, and
 only the constants are summed up.
@@ -26,13 +29,15 @@ Invariant: never more than the true cost of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 
 from hapx.cost.edges import Array
+from hapx.synth.ahead import Ahead
 from hapx.synth.grid import Prices, Weights, padded
+from hapx.synth.joins import Join
 from hapx.synth.moves import Moves
 from hapx.synth.outline import Outline, Value
 from hapx.synth.periods import Repetition
@@ -91,7 +96,8 @@ class Relaxation:
         # levels whose step ends phases, and from which level on there is such a step before
         self._cuts: Set[int] = problem.sheet.cutting if self.priced.cuts else frozenset()
         self._cutting = min(self._cuts, default=len(problem.steps)) + 1
-        self.general = self._tabulate(len(problem.steps), {GENERAL: np.zeros((1, len(self.weights)))})
+        self.ahead: dict[int, Ahead] = {}  # by the level of a join
+        self.general = self._tabulate(len(problem.steps), {GENERAL: np.zeros((1, len(self.weights)))}, self.ahead)
         self._contexts: dict[tuple[Use, ...], Context] = {(): self.general}
         self._until: dict[int, Context] = {}
 
@@ -114,7 +120,7 @@ class Relaxation:
         """The tables of what it costs to come to a level, without what follows there."""
         if level not in self._until:
             nothing = {at: np.zeros_like(rows) for at, rows in self.general.rows[level].items()}
-            self._until[level] = self._tabulate(level, nothing)
+            self._until[level] = self._tabulate(level, nothing, {})
         return self._until[level]
 
     def _contextual(self, uses: tuple[Use, ...]) -> Context:
@@ -129,6 +135,8 @@ class Relaxation:
             here = [u for u in uses if u.level == level]
             mine: Rows = {}
             self._step(level, mine, rows[-1] if rows else general.rows[top + 1], here, offset)
+            if self.ahead:  # of joins only the general tables know
+                mine = {n: np.maximum(own, general.rows[level][n] + general.offsets[level] - offset) for n, own in mine.items()}
             rows.append(mine)
             with np.errstate(invalid="ignore"):  # inf - inf: a placement from which nothing leads on adds nothing
                 added = np.concatenate([np.where(np.isfinite(b), mine[n] - b, np.inf) for n, b in general.rows[level].items()])
@@ -151,8 +159,8 @@ class Relaxation:
             below.append((self.until(level), tuple(least.tolist())))
         return Context(level, general.end, rows[::-1], [offset] * len(rows), uses, tuple(below))
 
-    def _tabulate(self, end: int, last: Rows) -> Context:
-        """The general tables up to a level whose table is `last`, from there backward."""
+    def _tabulate(self, end: int, last: Rows, ahead: dict[int, Ahead]) -> Context:
+        """The general tables up to a level whose table is `last`, from there backward. ahead: gets those of the joins."""
         repetition, first = self.repetition, self.outline.first
         rows: list[Rows] = [{} for _ in range(end)] + [last]
         offsets = [np.zeros(len(self.weights))] * (end + 1)
@@ -165,16 +173,43 @@ class Relaxation:
                 same = False
             if moved is not None and (later > end or not self.outline.alike(level, later, moved)):
                 moved = None
+            joins = [j for j in self.outline.joined[level] if j.level < end]
+            same = same and self._repeated(joins, level, later)
             if moved is not None and same and first[level] == first[later] and repetition.continues(level):
                 before = rows[later]
                 rows[level] = {at: before[moved.get(at, at)] for at in self.outline.places[level]} if moved else before
                 offsets[level] = offsets[later] + delta
+                for join in joins:
+                    other = ahead[join.level + later - level]
+                    ahead.setdefault(join.level, Ahead(join, self.priced, other.needs, {})).repeat(level, other, later, delta)
                 continue
             self._step(level, rows[level], rows[level + 1], [], offsets[level + 1])
             offsets[level] = offsets[level + 1]
-            found = self._constant(rows, offsets, level, later, moved) if moved is not None else None
+            for join in joins:
+                self._join(level, join, rows, offsets[level], ahead)
+            alone = all(not j.made(level) for j in joins)  # what is known of joins ahead is not in the tables
+            found = self._constant(rows, offsets, level, later, moved) if moved is not None and alone else None
             same, delta = (True, found) if found is not None else (False, delta)
         return Context(0, end, rows, offsets)
+
+    def _repeated(self, joins: Sequence[Join], level: int, later: int) -> bool:
+        """Whether the same joins lie ahead one period later."""
+        others = {j.level - later: j for j in self.outline.joined[later]}
+        return len(others) == len(joins) and all((o := others.get(j.level - level)) is not None and j.repeats(o) for j in joins)
+
+    def _join(self, level: int, join: Join, rows: list[Rows], offset: Array, ahead: dict[int, Ahead]) -> None:
+        """What a join that is this step or lies ahead says of what comes before the step."""
+        step = self.problem.steps[level]
+        if level == join.level:
+            weighted, then = self._choices(level, rows[level + 1], [])
+            ahead[level] = Ahead(join, self.priced, weighted.needs, {level: weighted.total(then + offset)})
+        else:
+            ahead[join.level].step(level, step, self._weighted(step.kind, self.outline.first[level]))
+        own = ahead[join.level]
+        rows[level][GENERAL] = np.maximum(rows[level][GENERAL], own.tables[level].min(axis=0) - offset)
+        for part in join.parts[: join.made(level)]:
+            known = rows[level][part.shift]
+            rows[level][part.shift] = np.maximum(known, own.before(level, part, len(known)) - offset)
 
     def _constant(self, rows: list[Rows], offsets: list[Array], level: int, later: int, moved: Mapping[int, int]) -> Array | None:
         """What is added to the table of `later` to have that of `level`, None if it is not (nearly) one number per weight: the least, so that the

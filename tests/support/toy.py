@@ -152,10 +152,19 @@ class ToyPriced:
 
 
 def random_theory(
-    seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, parameters: int = 2, states: int = 2, twice: int = 1, often: bool = False
+    seed: int,
+    mesh: Mesh,
+    *,
+    nodes: int = 6,
+    triples: int = 3,
+    parameters: int = 2,
+    states: int = 2,
+    twice: int = 1,
+    often: bool = False,
+    branches: int = 0,
 ) -> Theory:
     """A random graph: unary and binary nodes over earlier values, an input, and parameters (the first `twice` of them used twice), with random
-    triples. often: the first value is used again and again."""
+    triples. often: the first value is used again and again. branches: so many nodes read the input (and parameters), and the next one all of them."""
     rng = random.Random(seed)
     refs: dict[str, TensorRef] = {"x": TensorRef("x", UNITS, "float32", Kind.INPUT, False)}
     for i in range(parameters):
@@ -164,12 +173,15 @@ def random_theory(
     unread: list[str] = []
     weights = [f"w{i}" for i in range(parameters)] + [f"w{i}" for i in range(min(twice, parameters))]
     for i in range(nodes):
-        operands = [unread.pop() if unread and rng.random() < 0.9 else rng.choice(values)]
-        if weights and rng.random() < 0.5:
+        operands = ["x"] if i < branches else [unread.pop() if unread and rng.random() < 0.9 else rng.choice(values)]
+        if branches and i == branches:
+            operands += unread
+            unread.clear()
+        elif weights and rng.random() < 0.5:
             operands.append(weights.pop(0))
         elif often and len(values) > 1:
             operands.append(values[1])
-        elif rng.random() < 0.5:
+        elif i >= branches and rng.random() < 0.5:
             operands.append(rng.choice(values))
         out = TensorRef(f"v{i}", UNITS, "float32", Kind.VALUE, any(refs[n].requires_grad for n in operands))
         refs[out.name] = out

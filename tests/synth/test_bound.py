@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -14,58 +13,13 @@ from hapx.plan import Mesh, Triple
 from hapx.restriction import Restriction
 from hapx.synth import relaxation
 from hapx.synth.astar import Statistics, search
-from hapx.synth.domain import State, Synthesis
+from hapx.synth.domain import Synthesis
 from hapx.synth.outline import PAIRS, PRICED
 from hapx.synth.problem import build
-from hapx.synth.tables import TensorTable, bits
 from support import toy
+from support.completions import KINDS, Unbounded, in_one, several, walk
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-KINDS = {1: ((0, 1, 2, 3),), 2: ((0, 1), (2, 3)), 3: ((0,), (1, 2), (3,))}
-
-
-class Unbounded:
-    """The same domain from another start, without the bound."""
-
-    def __init__(self, domain: Synthesis, start: State):
-        self.domain, self.depth, self._start = domain, domain.depth, start
-
-    def start(self) -> State:
-        return self._start
-
-    def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
-        for s in self.domain.successors(state, float("inf")):
-            s.estimate = s.cost if s.level < self.depth else s.estimate
-            if s.estimate < limit:
-                yield s
-
-    def leaps(self, state: State, limit: float) -> list[State]:
-        return []
-
-    def dominates(self, a: State, b: State) -> bool:
-        return self.domain.dominates(a, b)
-
-
-def in_one(table: TensorTable, mask: int) -> bool:
-    """Whether all that is available follows for free from one placement."""
-    return any(table.closure(i) == mask for i in bits(mask))
-
-
-def several(domain: Synthesis, state: State) -> bool:
-    """Whether a value is available in placements of which none gives the others for free."""
-    live = domain.problem.steps[state.level].live
-    return any(not table.stored and not in_one(table, state.place >> shift & table.full) for _, table, shift in live)
-
-
-def walk(domain: Synthesis, random: Random) -> Iterator[State]:
-    """States of one random program, those with values in several placements if there are any."""
-    state = domain.start()
-    while state is not None and state.level < domain.depth - 1:
-        following = list(domain.successors(state, float("inf")))
-        rich = [s for s in following if several(domain, s)]
-        state = random.choice(rich or following) if following else None
-        if state is not None:
-            yield state
 
 
 @pytest.fixture(params=[None, 0, 1], ids=["deepest as it is", "0 levels deep", "1 level deep"])
