@@ -184,10 +184,13 @@ class Alternation:
         if self._best().cost > HOPELESS * known:
             return
         self.budget = None  # where memory binds, prices of it tell well enough where a start leads
+        # what a search did not solve to the end at the first shares, it hardly does at others
+        self.problem.brief = self.prices is None and self._best().gap > STALLED
         for start in self._starts_further():
             with suppress(InsufficientMemoryError):  # something else fits
                 best = min(known, self._best().cost)
                 self._alternate(start, best, above=HOPELESS * best)
+        self.problem.brief = False
 
     def _starts_further(self) -> Iterator[dict[Row, Vector]]:
         """With segments, whose compute rows are those of a program that perhaps keeps nothing in shards, only the storage rows differ."""

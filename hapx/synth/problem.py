@@ -113,6 +113,7 @@ class Problem:
     watch: Callable[[int, float, float | None], None] | None = None  # see `hapx.synth.astar.Watch`
     within: float = 0.0  # relative distance from the optimum that is good enough; see `hapx.synth.search`
     exposed: float = 1.0  # how much of the sums of gradients counts, where the rest is taken to run behind backward; see `hapx.overlap`
+    brief: bool = False  # whether searches that cannot be short are to end soon
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
     written: dict[Any, Any] = field(default_factory=dict)  # by choices, what `hapx.synth.writer` made of them
     instructions: dict[Any, Instruction] = field(default_factory=dict)  # of its programs; see `hapx.synth.writer`

@@ -46,6 +46,7 @@ from hapx.theory.triple import Theory
 NARROW, WIDTH = Width(1), Width(4)  # of the beams that a search begins with
 REMEMBERED = 2  # programs that the next search begins with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
+SHORT = BUDGET // 6  # where little is to be expected
 LONG = 60_000  # the same for problems of up to EXACT steps in which memory binds, where a single one is searched
 EXACT = 100  # steps up to which a problem is solved to the end
 NEARLY = (400, 110)  # and up to which one is solved to a, on meshes of one axis and of several,
@@ -113,7 +114,7 @@ def _limited(
 
     def priced(at: Vector) -> tuple[State | None, float]:
         own = Statistics()
-        found = _search(Synthesis(problem, shares, None, prices=at), own, WITHIN, BUDGET // 6)
+        found = _search(Synthesis(problem, shares, None, prices=at), own, WITHIN, SHORT)
         gap, own.gap = own.gap, 0.0
         statistics.add(own)
         return found, gap
@@ -190,7 +191,7 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     own = Statistics()
     short = problem.within or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
     pace = PACE if len(problem.steps) > EXACT else ()
-    best = search(domain, own, best, BUDGET // 6 if short else budget, within, problem.watch, pace)
+    best = search(domain, own, best, min(budget, SHORT) if short or problem.brief else budget, within, problem.watch, pace)
     if wide:
         best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1] if problem.exposed == 1 else PARTLY, within)
     statistics.add(own)
