@@ -11,9 +11,9 @@ memory gets a price (`hapx.synth.limited`), and in small problems the search is 
 many parameters that their ways to be stored are too many to compare (`hapx.synth.moves.Crowded`).
 
 How exact: programs of up to `EXACT` steps are optimal, those of up to `NEARLY` within `ALMOST` and larger ones within `WITHIN` of the optimum,
-proven by the bound, unless the search ends with its budget; then a wider beam follows. Where memory must be priced, the prices may leave a
-gap. `statistics.gap` says what was proven. Where only a part of the sums of gradients counts (`hapx.overlap`), searches end early, as on two axes
-they would take longer than what they bring is worth.
+proven by the bound, unless the search ends with its budget; then a wider beam follows, and where that leaves little in a problem of one axis and few
+steps, the search once more from there. Where memory must be priced, the prices may leave a gap. `statistics.gap` says what was proven. Where only a
+part of the sums of gradients counts (`hapx.overlap`), searches end early, as on two axes they would take longer than what they bring is worth.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ NARROW, WIDTH = Width(1), Width(4)  # of the beams that a search begins with
 REMEMBERED = 2  # programs that the next search begins with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
 SHORT = BUDGET // 6  # where little is to be expected
+AGAIN = 20_000  # the same once more, where beams found something better and left less than `NEAR`, on one axis and up to `NEARLY[1]` steps
 LONG = 60_000  # the same for problems of up to EXACT steps in which memory binds, where a single one is searched
 EXACT = 100  # steps up to which a problem is solved to the end
 NEARLY = (400, 110)  # and up to which one is solved to a, on meshes of one axis and of several,
@@ -192,8 +193,12 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     short = problem.within or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
     pace = PACE if len(problem.steps) > EXACT else ()
     best = search(domain, own, best, min(budget, SHORT) if short or problem.brief else budget, within, problem.watch, pace)
+    before = best
     if wide:
         best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1] if problem.exposed == 1 else PARTLY, within)
+    solvable = len(problem.theory.mesh.axes) == 1 and len(problem.steps) <= NEARLY[1] and tolerance is None and not (short or problem.brief)
+    if best is not None and best is not before and solvable:
+        best = _once_more(domain, own, best, within)
     statistics.add(own)
     if best is not None:
         problem.programs[:] = [best, *problem.programs[: REMEMBERED - 1]]
@@ -238,6 +243,20 @@ def _widened(
             assert best is not None
     statistics.gap = max(0.0, 1 - bound / best.estimate)
     return best
+
+
+def _once_more(domain: Synthesis, statistics: Statistics, best: State, within: float) -> State:
+    """From what beams found the search again, where that left little: a good program to begin with keeps away most of what it kept before.
+    statistics: of the search before."""
+    if not within < statistics.gap < NEAR:
+        return best
+    bound, own = best.estimate * (1 - statistics.gap), Statistics()
+    found = search(domain, own, best, AGAIN, within, domain.problem.watch)
+    assert found is not None
+    bound, own.gap = max(bound, found.estimate * (1 - own.gap)), 0.0
+    statistics.add(own)
+    statistics.gap = max(0.0, 1 - bound / found.estimate)
+    return found
 
 
 def _tolerance(problem: Problem) -> float:
