@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hapx.cost.edges import Array, Numbers
-from hapx.synth.joins import Join, Part
+from hapx.synth.joins import Between, Join, Part
 from hapx.synth.problem import Step
 from hapx.synth.sheet import Priced, Weighted
 from hapx.synth.tables import bits
@@ -43,10 +43,10 @@ class Ahead:
 
     def step(self, level: int, step: Step, weighted: Weighted) -> None:
         """The tables before a step that comes before the join."""
-        read = self.join.between
-        if read is not None and read.waits(level):
+        read = self.join.waiting(level)
+        if read is not None:
             every = list(range(len(read.part.table.placements)))
-            self.followed[level] = self._waiting(level, step, weighted, every, 0.0).min(axis=0)
+            self.followed[level] = self._waiting(level, step, weighted, read, every, 0.0).min(axis=0)
             self.tables[level] = self.followed[level].min(axis=0)
         else:
             self.tables[level] = self._steps(level, step, weighted, 0.0).min(axis=0)
@@ -67,8 +67,8 @@ class Ahead:
 
     def bound(self, level: int, place: int) -> Array:
         """(weights) -> the bound before a level by all of the values that are live, with the placements in `place`."""
-        table, read = self.tables[level], self.join.between
-        if read is not None and read.waits(level):
+        table, read = self.tables[level], self.join.waiting(level)
+        if read is not None:
             table = self.followed[level][_available(read.part, place)].min(axis=0)
         found: Array = (table + self._sum(level, place)).min(axis=0)
         return found
@@ -76,9 +76,9 @@ class Ahead:
     def choices(self, level: int, place: int, step: Step, weighted: Weighted) -> Array:
         """(choice of a step before the join, weights) -> the bound before it by all of the values that are live, with the placements in `place`, and
         its results."""
-        read, more = self.join.between, self._sum(level, place)
-        if read is not None and read.waits(level):
-            found: Array = self._waiting(level, step, weighted, _available(read.part, place), more).min(axis=(1, 2))
+        read, more = self.join.waiting(level), self._sum(level, place)
+        if read is not None:
+            found: Array = self._waiting(level, step, weighted, read, _available(read.part, place), more).min(axis=(1, 2))
         else:
             found = self._steps(level, step, weighted, more).min(axis=1)
         return found
@@ -91,10 +91,8 @@ class Ahead:
             rest = self.followed[level + 1][weighted.gives[step.result_shifts.index(made.shift)]]
         return weighted.total(self._with_results(level, step, weighted, np.broadcast_to(rest + more, (choices, *self.tables[level + 1].shape))))
 
-    def _waiting(self, level: int, step: Step, weighted: Weighted, rows: list[int], more: Array | float) -> Array:
+    def _waiting(self, level: int, step: Step, weighted: Weighted, read: Between, rows: list[int], more: Array | float) -> Array:
         """(choice of the step, row, choice of the join, weights), before a step up to the one in between."""
-        read = self.join.between
-        assert read is not None, "there is a value that waits"
         if level < read.level:
             rest, cost = self.followed[level + 1][rows][None] + more, None
         else:
@@ -116,25 +114,25 @@ class Ahead:
 
     def _sum(self, level: int, place: int) -> Array:
         """(choice, weights) -> what it costs to have the values that are live, but for one that waits, where each choice needs them."""
-        read = self.join.between
-        return self._first(self.join.made(level), read is not None and read.waits(level), place)
+        return self._first(self.join.made(level), self.join.waiting(level), place)
 
-    def _first(self, made: int, waits: bool, place: int) -> Array:
+    def _first(self, made: int, read: Between | None, place: int) -> Array:
         """The same of the first so many values."""
-        key = made, waits, place & self.join.masks[made]
+        key = made, read is None, place & self.join.masks[made]
         if key not in self._sums:
             if made:
                 part = self.join.parts[made - 1]
-                self._sums[key] = self._first(made - 1, waits, place)
-                if not (waits and self.join.between is not None and self.join.between.part is part):
-                    self._sums[key] = self._sums[key] + self._conversions(part)[_available(part, place)].min(axis=0)
+                self._sums[key] = self._first(made - 1, read, place)
+                if read is None or read.part is not part:
+                    available = self.priced.available(part.table, place >> part.shift & part.table.full)
+                    self._sums[key] = self._sums[key] + available[self.needs[part.slot]]
             else:
                 self._sums[key] = np.zeros_like(self.tables[self.join.level])
         return self._sums[key]
 
     def _waits(self, level: int, part: Part) -> bool:
-        read = self.join.between
-        return read is not None and read.part is part and read.waits(level)
+        read = self.join.waiting(level)
+        return read is not None and read.part is part
 
     def _conversions(self, part: Part) -> Array:
         """(row, choice, weights) -> the price of what each choice needs, from what is available in the row."""

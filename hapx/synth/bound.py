@@ -84,20 +84,18 @@ class Bound:
         """(choice, weights) -> the least cost of the step and of what follows: the recursion of the relaxation from the placements that there are."""
         step = self.problem.steps[level]
         context = self._context(level, place)
-        joins = [self.relaxation.ahead[j.level] for j in self.outline.joined[level] if any(p.made == level for p in j.parts)]
         reads = step.reads
-        for ahead in joins:
-            reads |= ahead.join.masks[ahead.join.made(level)]
+        for join, made in self.outline.making[level]:
+            reads |= join.masks[made]
         key = level, place & reads, id(context)
         if key not in self._steps:
             weighted, then = self._weighted(context, level)
             total = weighted.total(then)
             for slot, shift, needs in zip(step.kind.slots, step.slot_shifts, weighted.needs, strict=True):
                 if slot.fixed is None and not slot.table.stored:
-                    available = list(bits(place >> shift & slot.table.full))
-                    total = total + self.relaxation.priced.conversions(slot.table)[available].min(axis=0)[needs]
-            for ahead in joins:
-                total = np.maximum(total, ahead.choices(level, place, step, weighted))
+                    total = total + self.relaxation.priced.available(slot.table, place >> shift & slot.table.full)[needs]
+            for join, _ in self.outline.making[level]:
+                total = np.maximum(total, self.relaxation.ahead[join.level].choices(level, place, step, weighted))
             self._steps[key] = total
         return self._steps[key]
 
@@ -116,8 +114,7 @@ class Bound:
     def _rests(self, level: int, place: int, context: Context, apart: bool = False) -> list[Vector]:
         """The bounds by none of the live values, by each of them and by those of each join ahead. apart: none of a value whose join says it."""
         found, known = [self._part(level, context, GENERAL, 0)], 0
-        for join in self.outline.joined[level]:
-            made = join.made(level)
+        for join, made in self.outline.joined[level]:
             if made:
                 key = level, join.level, place & join.masks[made]
                 if key not in self._together:
@@ -164,7 +161,7 @@ class Bound:
         """The bound by a value in `mask` just before its next use, which is not the last."""
         table, step = value.table, self.problem.steps[value.use]
         needs = weighted.needs[step.slot_shifts.index(value.shift)]
-        cost = self.relaxation.priced.conversions(table)[list(bits(mask))].min(axis=0)[needs]
+        cost = self.relaxation.priced.available(table, mask)[needs]
         rows, offset = self.relaxation.rows(context, value.use + 1)
         following = self.outline.values[value.use + 1][value.shift]
         after: dict[int, Array] = {}

@@ -53,6 +53,10 @@ class Join:
         """How many of the values are made before a level."""
         return sum([part.made < level for part in self.parts])
 
+    def waiting(self, level: int) -> Between | None:
+        """The step in between, where its value waits for it before a level."""
+        return self.between if self.between is not None and self.between.waits(level) else None
+
     def repeats(self, other: Join) -> bool:
         """Whether it reads what is made, and read in between, as many steps before it as in the other."""
         return self._distances() == other._distances()

@@ -74,10 +74,12 @@ class Outline:
         # classes and slots that read values between their first use and their last
         self.wide = {(id(steps[v.use].kind), steps[v.use].slot_shifts.index(v.shift)) for v in dict.fromkeys(between)}
         self.joins = find_joins(steps)
-        self.joined: list[list[Join]] = [[] for _ in range(len(steps) + 1)]  # per level, joins from the one that makes their first value on
+        # per level, joins from the one that makes their first value on, with how many are made before; and those of which it makes one
+        self.joined: list[list[tuple[Join, int]]] = [[] for _ in range(len(steps) + 1)]
         for join in self.joins:
             for level in range(join.parts[0].made, join.level + 1):
-                self.joined[level].append(join)
+                self.joined[level].append((join, join.made(level)))
+        self.making = [[(join, made) for join, made in joined if join.made(level + 1) > made] for level, joined in enumerate(self.joined)]
         self._as_later: dict[int, bool] = {}
         self._ends: dict[int, tuple[tuple[Numbers, ...], tuple[Numbers, ...]]] = {}
         self._sets: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}

@@ -173,7 +173,8 @@ class Relaxation:
                 same = False
             if moved is not None and (later > end or not self.outline.alike(level, later, moved)):
                 moved = None
-            joins = [j for j in self.outline.joined[level] if j.level < end]
+            joined = [(join, made) for join, made in self.outline.joined[level] if join.level < end]
+            joins = [join for join, _ in joined]
             same = same and self._repeated(joins, level, later)
             if moved is not None and same and first[level] == first[later] and repetition.continues(level):
                 before = rows[later]
@@ -187,14 +188,14 @@ class Relaxation:
             offsets[level] = offsets[level + 1]
             for join in joins:
                 self._join(level, join, rows, offsets[level], ahead)
-            alone = all(not j.made(level) for j in joins)  # what is known of joins ahead is not in the tables
+            alone = not any(made for _, made in joined)  # what is known of joins ahead is not in the tables
             found = self._constant(rows, offsets, level, later, moved) if moved is not None and alone else None
             same, delta = (True, found) if found is not None else (False, delta)
         return Context(0, end, rows, offsets)
 
     def _repeated(self, joins: Sequence[Join], level: int, later: int) -> bool:
         """Whether the same joins lie ahead one period later."""
-        others = {j.level - later: j for j in self.outline.joined[later]}
+        others = {j.level - later: j for j, _ in self.outline.joined[later]}
         return len(others) == len(joins) and all((o := others.get(j.level - level)) is not None and j.repeats(o) for j in joins)
 
     def _join(self, level: int, join: Join, rows: list[Rows], offset: Array, ahead: dict[int, Ahead]) -> None:

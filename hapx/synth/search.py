@@ -190,13 +190,13 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     if best is None or problem.exposed < 1:  # what was found where all counts is far from the best where a part does
         best = _incumbent(domain, statistics, within, best)
     own = Statistics()
-    short = problem.within or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
+    short = problem.brief or problem.within > 0 or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
     pace = PACE if len(problem.steps) > EXACT else ()
-    best = search(domain, own, best, min(budget, SHORT) if short or problem.brief else budget, within, problem.watch, pace)
+    best = search(domain, own, best, min(budget, SHORT) if short else budget, within, problem.watch, pace)
     before = best
     if wide:
         best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1] if problem.exposed == 1 else PARTLY, within)
-    solvable = len(problem.theory.mesh.axes) == 1 and len(problem.steps) <= NEARLY[1] and tolerance is None and not (short or problem.brief)
+    solvable = len(problem.theory.mesh.axes) == 1 and len(problem.steps) <= NEARLY[1] and tolerance is None and not short
     if best is not None and best is not before and solvable:
         best = _once_more(domain, own, best, within)
     statistics.add(own)
@@ -253,7 +253,7 @@ def _once_more(domain: Synthesis, statistics: Statistics, best: State, within: f
     bound, own = best.estimate * (1 - statistics.gap), Statistics()
     found = search(domain, own, best, AGAIN, within, domain.problem.watch)
     assert found is not None
-    bound, own.gap = max(bound, found.estimate * (1 - own.gap)), 0.0
+    bound = max(bound, found.estimate * (1 - own.gap))
     statistics.add(own)
     statistics.gap = max(0.0, 1 - bound / found.estimate)
     return found

@@ -17,7 +17,7 @@ from hapx.cost.edges import Array, Mask, Numbers
 from hapx.synth.grid import Grid, Prices, layout
 from hapx.synth.outline import Outline
 from hapx.synth.problem import Problem, StepClass
-from hapx.synth.tables import TensorTable
+from hapx.synth.tables import TensorTable, bits
 from hapx.theory.conversion import storages
 from hapx.transposes import forward_collective
 
@@ -224,6 +224,11 @@ class Priced:
     def conversions(self, table: TensorTable) -> Array:
         """(row, target, weights): the least price of a conversion from anything that is available in the row; nothing for "anything"."""
         return _at(self._rows, self.sheet.rows[id(table)])
+
+    def available(self, table: TensorTable, mask: int) -> Array:
+        """(target, weights): the same from anything in a set of placements."""
+        found: Array = self.conversions(table)[list(bits(mask))].min(axis=0)
+        return found
 
     def needed(self, kind: StepClass, slot: int) -> Array:
         """(choice, row, weights): as `conversions`, to what each choice needs of a slot."""

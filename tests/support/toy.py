@@ -152,17 +152,9 @@ class ToyPriced:
 
 
 def random_theory(
-    seed: int,
-    mesh: Mesh,
-    *,
-    nodes: int = 6,
-    triples: int = 3,
-    parameters: int = 2,
-    states: int = 2,
-    twice: int = 1,
-    often: bool = False,
+    seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, parameters: int = 2, states: int = 2, twice: int = 1, often: bool = False,
     branches: int = 0,
-) -> Theory:
+) -> Theory:  # fmt: skip
     """A random graph: unary and binary nodes over earlier values, an input, and parameters (the first `twice` of them used twice), with random
     triples. often: the first value is used again and again. branches: so many nodes read the input (and parameters), and the next one all of them."""
     rng = random.Random(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,21 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hapx.cluster.spec import ClusterSpec
-from hapx.cost.model import CostModel
-from hapx.graph.capture import capture
-from hapx.planner import views
-from hapx.restriction import AUTO, Restriction
+from hapx.restriction import Restriction
 from hapx.synth import joins, relaxation
 from hapx.synth.astar import Statistics, search
 from hapx.synth.domain import Synthesis
-from hapx.synth.problem import Problem, build
+from hapx.synth.problem import build
 from hapx.synth.search import program_key, solve
-from hapx.theory.derive import derive
 from support import toy
 from support.completions import KINDS, Unbounded, walk
+from support.problems import problem_of
 
-SPECS = Path(__file__).parents[2] / "cluster_specs"
 TABLES = 8
 
 
@@ -45,9 +39,9 @@ def test_bound_never_exceeds_the_cheapest_completion() -> None:
                 best = search(Unbounded(domain, state), Statistics())
                 assert best is not None
                 assert state.estimate <= best.estimate * (1 + 1e-9), (seed, number, state.level)
-                ahead = [j for j in domain.bound.outline.joined[state.level] if j.made(state.level)]
+                ahead = [join for join, made in domain.bound.outline.joined[state.level] if made]
                 checked, wide = checked + bool(ahead), wide + any(len(j.parts) >= joins.MANY for j in ahead)
-                between += any(j.between is not None and j.between.waits(state.level) for j in ahead)
+                between += any(j.waiting(state.level) is not None for j in ahead)
     print(f"{checked} states before a join, {wide} of four values or more, {between} with a value that is read in between")
     assert wide > 100
     assert between > 10
@@ -105,13 +99,6 @@ class Heads(nn.Module):
         for heads in self.layers:
             x = x + torch.cat([torch.relu(head(x)) for head in heads], -1)
         return x.sum()
-
-
-def problem_of(model: nn.Module, inputs: tuple[Tensor, ...], cluster: str, view: str) -> tuple[Problem, CostModel]:
-    spec = ClusterSpec.load(str(SPECS / f"{cluster}.yaml"))
-    theory = derive(capture(model, inputs), next(m for m in views(spec, AUTO) if m.name == view))
-    costs = CostModel(theory, spec, "fp32", "adamw", "train")
-    return build(theory, costs, AUTO), costs
 
 
 @pytest.mark.parametrize(("cluster", "view"), [("v100x2_p100x6", "8x8"), ("a100x2_p100x2", "2x2"), ("a100x2_p100x2", "flat")])

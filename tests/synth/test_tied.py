@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from hapx.cluster.spec import ClusterSpec
-from hapx.cost.model import CostModel
-from hapx.graph.capture import capture
-from hapx.planner import views
-from hapx.restriction import AUTO
 from hapx.synth.astar import Statistics, Width, beam
 from hapx.synth.domain import Synthesis
-from hapx.synth.problem import Problem, build
+from hapx.synth.problem import Problem
 from hapx.synth.search import program_key, solve
-from hapx.theory.derive import derive
+from support.problems import problem_of
 from support.zoo import load
-
-PAPER = Path(__file__).parents[2] / "cluster_specs" / "v100x2_p100x6.yaml"
 
 
 def tied(layers: int, view: str) -> tuple[Problem, Synthesis]:
     """A GPT-2 with a tied embedding, of a few layers."""
     with torch.device("meta"):
         model, tokens = load("gpt").GPT(50257, 768, 12, layers, 1024), torch.zeros(64, 1024, dtype=torch.int64)
-        graph = capture(model, (tokens, tokens))
-    cluster = ClusterSpec.load(str(PAPER))
-    theory = derive(graph, next(m for m in views(cluster, AUTO) if m.name == view))
-    costs = CostModel(theory, cluster, "fp32", "adamw", "train")
-    problem = build(theory, costs, AUTO)
+    problem, costs = problem_of(model, (tokens, tokens), "v100x2_p100x6", view)
     return problem, Synthesis(problem, dict.fromkeys(problem.cuts, costs.speeds), None)
 
 
