@@ -13,6 +13,7 @@ Invariant: never more than the true cost of the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import add
 
 import numpy as np
@@ -49,14 +50,14 @@ class Bound:
         """Per weight vector, a lower bound of the cost of steps `level` and later when `place` is available."""
         known = self._at[level]
         if place not in known:
-            known[place] = self._rest(level, place, self._context(level, place))
+            known[place] = self._rest(level, place, self._contexts(level, place))
         return known[place]
 
     def likely(self, level: int, place: int) -> Vector:
         """As `rest`, with what all live values add: no bound."""
         known = self._likely[level]
         if place not in known:
-            parts = self._rests(level, place, self._context(level, place), apart=True)
+            parts = self._rests(level, place, [self._context(level, place)], apart=True)
             known[place] = tuple([least + sum([x - least for x in own if x > least]) for least, *own in zip(*parts, strict=True)])
         return known[place]
 
@@ -64,7 +65,7 @@ class Bound:
         """As `rest`, but parameters that are used again are free; None where `rest` takes no longer, because their prices are known."""
         if place in self._at[level] or self.relaxation.knows(self._uses(level, place)):
             return None
-        return self._rest(level, place, self.relaxation.context(()))
+        return self._rest(level, place, [self.relaxation.general])
 
     def estimate(self, cost: float, forward: Vector, backward: Vector, rest: Vector) -> float:
         """Cost plus the bound of the rest with these pending vectors."""
@@ -83,14 +84,15 @@ class Bound:
     def _choice(self, level: int, place: int) -> Array:
         """(choice, weights) -> the least cost of the step and of what follows: the recursion of the relaxation from the placements that there are."""
         step = self.problem.steps[level]
-        context = self._context(level, place)
+        contexts = self._contexts(level, place)
         reads = step.reads
         for join, made in self.outline.making[level]:
             reads |= join.masks[made]
-        key = level, place & reads, id(context)
+        key = level, place & reads, id(contexts[0])
         if key not in self._steps:
-            weighted, then = self._weighted(context, level)
-            total = weighted.total(then)
+            known = [self._weighted(context, level) for context in contexts]
+            weighted = known[0][0]
+            total = np.maximum.reduce([own.total(then) for own, then in known])
             for slot, shift, needs in zip(step.kind.slots, step.slot_shifts, weighted.needs, strict=True):
                 if slot.fixed is None and not slot.table.stored:
                     total = total + self.relaxation.priced.available(slot.table, place >> shift & slot.table.full)[needs]
@@ -102,18 +104,23 @@ class Bound:
     def _context(self, level: int, place: int) -> Context:
         return self.relaxation.context(self._uses(level, place))
 
+    def _contexts(self, level: int, place: int) -> list[Context]:
+        """That, and what knows of a parameter that is not yet live."""
+        coming = self.relaxation.coming(level)
+        return [self._context(level, place)] + ([coming] if coming is not None else [])
+
     def _uses(self, level: int, place: int) -> tuple[Use, ...]:
         return tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self.outline.stored[level]])
 
-    def _rest(self, level: int, place: int, context: Context) -> Vector:
+    def _rest(self, level: int, place: int, contexts: Sequence[Context]) -> Vector:
         if level == len(self.problem.steps):
             return self.none
-        found = self._rests(level, place, context)
+        found = self._rests(level, place, contexts)
         return found[0] if len(found) == 1 else tuple(map(max, *found))
 
-    def _rests(self, level: int, place: int, context: Context, apart: bool = False) -> list[Vector]:
+    def _rests(self, level: int, place: int, contexts: Sequence[Context], apart: bool = False) -> list[Vector]:
         """The bounds by none of the live values, by each of them and by those of each join ahead. apart: none of a value whose join says it."""
-        found, known = [self._part(level, context, GENERAL, 0)], 0
+        found, known = [self._part(level, context, GENERAL, 0) for context in contexts], 0
         for join, made in self.outline.joined[level]:
             if made:
                 key = level, join.level, place & join.masks[made]
@@ -123,7 +130,8 @@ class Bound:
                 known |= join.masks[made]
         for shift, value in self.outline.values[level].items():
             if not apart or not known >> shift & 1:
-                found.append(self._part(level, context, shift, place >> shift & value.table.full))
+                mask = place >> shift & value.table.full
+                found += [self._part(level, context, shift, mask) for context in contexts]
         return found
 
     def _part(self, level: int, context: Context, shift: int, mask: int) -> Vector:

@@ -24,6 +24,7 @@ from hapx.synth.tables import TensorTable
 # parameters that are live whose next use the bound prices, the largest ones: each more multiplies the tables that a search needs. A block that is
 # called four times has a dozen
 PRICED = 2
+WORTH = 0.05  # of the bytes of the largest of them, below which one is not priced: a bias beside its weight
 LARGE = 0.5  # of the bytes of the largest value that is live: those that are large
 PAIRS = 1000  # sets of two placements that the tables of the bound have rows for, if there are not more of them
 
@@ -49,6 +50,9 @@ class Outline:
         self.first = [_first(step) for step in steps]
         self.stored: list[tuple[tuple[int, int, int, int], ...]] = []
         self.values: list[dict[int, Value]] = []
+        self.again: dict[tuple[int, int], tuple[int, int] | None] = {}  # after a use of a tensor, by level and slot, the next one
+        # per level, of the parameters that are used twice and not yet live, the first use of the largest one, by its bytes, level and slot
+        self.coming: list[tuple[int, int, int] | None] = [None]
         following: dict[str, tuple[int, int]] = {}
         value: dict[str, Value] = {}  # by its name, as it is before its next use
         first: dict[str, int] = {}
@@ -57,15 +61,22 @@ class Outline:
                 first.setdefault(name, level)
         for level in range(len(steps) - 1, -1, -1):
             step = steps[level]
+            twice: list[tuple[int, int, int] | None] = []
             for slot, (name, shift) in enumerate(zip(step.tensors, step.slot_shifts, strict=True)):
                 used, last = first[name] < level, name not in following
+                self.again[level, slot] = again = following.get(name)
+                if self.first[level][slot] and again is not None and again[0] > level and self.again[again] is None:
+                    twice.append((step.kind.slots[slot].table.ref.bytes, level, slot))
                 following[name] = level, slot
                 if shift >= 0:
                     value[name] = Value(step.kind.slots[slot].table, level, shift, used, last, used and not last)
+            self.coming.append(max([*twice, *self.coming[-1:]], key=lambda c: c[0] if c is not None else -1))
             stored = sorted([(n, t, shift) for n, t, shift in step.live if t.stored], key=lambda live: -live[1].ref.bytes)
-            self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in stored[:PRICED]]))
+            large = [live for live in stored[:PRICED] if live[1].ref.bytes >= WORTH * stored[0][1].ref.bytes]
+            self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in large]))
             self.values.append({at: value[n] for n, t, at in step.live if not t.stored})
         self.stored.reverse()
+        self.coming.reverse()
         self.placed = [bool(after) and not before for before, after in pairwise([*self.stored, ()])]
         self.values.reverse()
         self.places = [(-1, *values) for values in self.values]

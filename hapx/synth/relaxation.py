@@ -17,6 +17,10 @@ the stored parameters that are live, each priced at its next use (of the largest
 These tables are followed back a few levels only. Below, what is known is that they are above the general ones by so much at least; and that
 nothing is below the cost of coming to their first level and what is least there.
 
+Where one more use follows, the last one, each choice also pays what tables that know where the parameter is then are above the general ones, at
+least. So does the step that stores a parameter, in tables of their own up to there (`coming`): all that was found before it, and not after it, would
+otherwise take the second use to be free. What several parameters add must not be added up, as another choice may be the answer to all of them.
+
 What several values that one step reads cost together has tables of its own (`hapx.synth.ahead`); what these say of a single value, or of none, is
 part of the general ones.
 
@@ -34,7 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hapx.cost.edges import Array
+from hapx.cost.edges import Array, Numbers
 from hapx.synth.ahead import Ahead
 from hapx.synth.grid import Prices, Weights, padded
 from hapx.synth.joins import Join
@@ -43,7 +47,7 @@ from hapx.synth.outline import Outline, Value
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem, StepClass
 from hapx.synth.sheet import Priced, Sheet, Weighted
-from hapx.synth.tables import bits
+from hapx.synth.tables import TensorTable, bits
 
 LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
 DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
@@ -52,7 +56,7 @@ Rows = dict[int, Array]  # by where a value has its bits before the level, GENER
 
 
 class Use(NamedTuple):
-    """The next use of a parameter that is stored: the step, the slot, and the placements that are available."""
+    """The next use of a parameter that is stored: the step, the slot, and the placements that are available; 0: it is the first use, of two."""
 
     level: int
     slot: int
@@ -100,6 +104,8 @@ class Relaxation:
         self.general = self._tabulate(len(problem.steps), {GENERAL: np.zeros((1, len(self.weights)))}, self.ahead)
         self._contexts: dict[tuple[Use, ...], Context] = {(): self.general}
         self._until: dict[int, Context] = {}
+        self._coming: dict[int, Context] = {}
+        self._later: dict[tuple[int, int], Array] = {}
 
     def rows(self, context: Context, level: int) -> tuple[Rows, Array]:
         """The table before a level, which is not below the context's bottom, and what is to be added to it."""
@@ -126,29 +132,30 @@ class Relaxation:
     def _contextual(self, uses: tuple[Use, ...]) -> Context:
         """From the last use backward, not as far as there are steps. What the context adds to the general table is often the same everywhere soon:
         from there on the least that it adds is a bound, because adding a constant to a table adds it to the table one step before. It adds little,
-        though, where the general table is high itself. So what it costs to come there, and then at least, is another bound."""
+        though, where the general table is high itself. So what it costs to come there, and then at least, is another bound.
+
+        A parameter that is available in several placements comes from one of them: of the tables for each, the least."""
         top, general = max(u.level for u in uses), self.general
+        parts = [self.context(own) for own in self._apart(uses)]
+        deepest = min([part.bottom for part in parts], default=max(0, top - self.deepest))
         rows: list[Rows] = []
         offset = general.offsets[top + 1]
-        level = top
-        while True:
-            here = [u for u in uses if u.level == level]
+        for level in range(top, deepest - 1, -1):
             mine: Rows = {}
-            self._step(level, mine, rows[-1] if rows else general.rows[top + 1], here, offset)
-            if self.ahead:  # of joins only the general tables know
-                mine = {n: np.maximum(own, general.rows[level][n] + general.offsets[level] - offset) for n, own in mine.items()}
+            if parts:
+                known = [self._known(part, level, offset) for part in parts]
+                mine = {n: np.minimum.reduce([own[n] for own in known]) for n in known[0]}
+            else:
+                self._step(level, mine, rows[-1] if rows else general.rows[top + 1], [u for u in uses if u.level == level], offset, level == top)
+                if self.ahead:  # of joins only the general tables know
+                    mine = {n: np.maximum(own, general.rows[level][n] + general.offsets[level] - offset) for n, own in mine.items()}
             rows.append(mine)
-            with np.errstate(invalid="ignore"):  # inf - inf: a placement from which nothing leads on adds nothing
-                added = np.concatenate([np.where(np.isfinite(b), mine[n] - b, np.inf) for n, b in general.rows[level].items()])
-            added += offset - general.offsets[level]
-            more = added.min(axis=0)
-            more = np.where(np.isfinite(more), more, 0.0)
-            finite = np.where(np.isfinite(added), added, more)
-            even = bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + general.rows[level][GENERAL].max())).all())
+            if parts and deepest < level < top:
+                continue
+            more, even = self._added(level, mine, offset)
             possible = bool(np.isfinite(mine[GENERAL]).all())  # whether there is any way from where the parameters are
-            if level == 0 or even or not possible or top - level >= self.deepest:
+            if even or not possible:
                 break
-            level -= 1
         if not possible:
             more, even = np.full_like(more, np.inf), True
         least = mine[GENERAL][0] + offset
@@ -159,8 +166,84 @@ class Relaxation:
             below.append((self.until(level), tuple(least.tolist())))
         return Context(level, general.end, rows[::-1], [offset] * len(rows), uses, tuple(below))
 
-    def _tabulate(self, end: int, last: Rows, ahead: dict[int, Ahead]) -> Context:
-        """The general tables up to a level whose table is `last`, from there backward. ahead: gets those of the joins."""
+    def _apart(self, uses: tuple[Use, ...]) -> list[tuple[Use, ...]]:
+        """The same uses, the first one that is of several placements, and the last of its parameter, with each of them; none if there is no such."""
+        for k, use in enumerate(uses):
+            masks = self._table(use).apart(use.mask) if self.outline.again[use.level, use.slot] is None else []
+            if len(masks) > 1:
+                return [(*uses[:k], use._replace(mask=mask), *uses[k + 1 :]) for mask in masks]
+        return []
+
+    def _known(self, context: Context, level: int, offset: Array) -> Rows:
+        """What a context says before a level, wherever that is; `offset` is to be added to it."""
+        more = -offset
+        while level < context.bottom:
+            context, added = context.below[0]
+            more = more + added
+        rows, own = self.rows(context, level)
+        more = more + own
+        return {n: known + more for n, known in rows.items()} if more.any() else rows
+
+    def _added(self, level: int, mine: Rows, offset: Array) -> tuple[Array, bool]:
+        """What a table adds to the general one at least, per weight; and whether it adds that everywhere."""
+        rows, own = self.general.rows[level], self.general.offsets[level]
+        with np.errstate(invalid="ignore"):  # inf - inf: a placement from which nothing leads on adds nothing
+            added = np.concatenate([np.where(np.isfinite(b), mine[n] - b, np.inf) for n, b in rows.items()])
+        added += offset - own
+        more = added.min(axis=0)
+        more = np.where(np.isfinite(more), more, 0.0)
+        finite = np.where(np.isfinite(added), added, more)
+        return more, bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + rows[GENERAL].max())).all())
+
+    def _used(self, use: Use, needs: Numbers, last: bool) -> Array:
+        """(choice, weights) -> what a use adds to the price of each choice of its step, which knows that of storing a parameter. last: see
+        `_choices`."""
+        table = self._table(use)
+        if not use.mask:
+            gains, ways = self._gains(use), self.priced.first(table, needs)
+            after = np.minimum(gains[[k.placement for k in table.stored]][:, None], gains[needs])
+            least = ways.min(axis=0)
+            more: Array = np.where(np.isfinite(least), (ways + after).min(axis=0) - np.where(np.isfinite(least), least, 0.0), 0.0)
+            return more
+        inside = list(bits(use.mask))
+        cost = self.priced.direct(table)[inside].min(axis=0)
+        cost[inside] = 0.0
+        if last:
+            cost += np.minimum(gains := self._gains(use), gains[inside].min(axis=0))
+        found: Array = cost[needs]
+        return found
+
+    def coming(self, level: int) -> Context | None:
+        """The tables that know that the largest parameter that is not yet live is used twice, if there is one."""
+        first = self.outline.coming[level]
+        if first is None:
+            return None
+        _, at, slot = first
+        if at not in self._coming:
+            rows, offset = self.rows(self.general, at + 1)
+            self._coming[at] = self._tabulate(at + 1, {n: own + offset for n, own in rows.items()}, {}, (Use(at, slot, 0),))
+        return self._coming[at]
+
+    def _gains(self, use: Use) -> Array:
+        """(placement, weights) -> what the tables after a use of a parameter say more, at least, if it is available in just the placement, where the
+        following use is its last one; else nothing. In several placements it is the least of them."""
+        key, again = (use.level, use.slot), self.outline.again[use.level, use.slot]
+        if key not in self._later:
+            table = self._table(use)
+            gains = np.zeros((len(table.placements), len(self.weights)))
+            if again is not None and self.outline.again[again] is None:
+                for mask in dict.fromkeys(closures := [table.closure(p) for p in range(len(table.placements))]):
+                    known = self._known(self.context((Use(*again, mask),)), use.level + 1, np.zeros(len(self.weights)))
+                    more, _ = self._added(use.level + 1, known, np.zeros(len(self.weights)))
+                    gains[[p for p, own in enumerate(closures) if own == mask]] = more if use.level + 1 < self._cutting else more.min()
+            self._later[key] = gains
+        return self._later[key]
+
+    def _table(self, use: Use) -> TensorTable:
+        return self.problem.steps[use.level].kind.slots[use.slot].table
+
+    def _tabulate(self, end: int, last: Rows, ahead: dict[int, Ahead], uses: tuple[Use, ...] = ()) -> Context:
+        """The tables up to a level whose table is `last`, from there backward. ahead: gets those of the joins. uses: in the last step."""
         repetition, first = self.repetition, self.outline.first
         rows: list[Rows] = [{} for _ in range(end)] + [last]
         offsets = [np.zeros(len(self.weights))] * (end + 1)
@@ -184,14 +267,14 @@ class Relaxation:
                     other = ahead[join.level + later - level]
                     ahead.setdefault(join.level, Ahead(join, self.priced, other.needs, {})).repeat(level, other, later, delta)
                 continue
-            self._step(level, rows[level], rows[level + 1], [], offsets[level + 1])
+            self._step(level, rows[level], rows[level + 1], [u for u in uses if u.level == level], offsets[level + 1])
             offsets[level] = offsets[level + 1]
             for join in joins:
                 self._join(level, join, rows, offsets[level], ahead)
             alone = not any(made for _, made in joined)  # what is known of joins ahead is not in the tables
             found = self._constant(rows, offsets, level, later, moved) if moved is not None and alone else None
             same, delta = (True, found) if found is not None else (False, delta)
-        return Context(0, end, rows, offsets)
+        return Context(0, end, rows, offsets, uses)
 
     def _repeated(self, joins: Sequence[Join], level: int, later: int) -> bool:
         """Whether the same joins lie ahead one period later."""
@@ -225,9 +308,9 @@ class Relaxation:
         least: Array = np.nanmin(added, axis=0)
         return least if (np.nanmax(added, axis=0) - least <= LOSS * np.abs(least) + 1e-13 * (left[0] + offsets[level])).all() else None
 
-    def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use], offset: Array) -> None:
-        """The table before a step from that after it; `offset` is to be added to both."""
-        weighted, then = self._choices(level, after, uses)
+    def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use], offset: Array, last: bool = False) -> None:
+        """The table before a step from that after it; `offset` is to be added to both. last: no uses later than these are priced."""
+        weighted, then = self._choices(level, after, uses, last)
         rows[GENERAL] = np.minimum.reduce(self._total(weighted, then, offset), axis=0, keepdims=True)
         for shift in self.outline.values[level]:
             rows[shift] = self._value(level, shift, weighted, then, after, offset)
@@ -241,19 +324,17 @@ class Relaxation:
         without the values that are live."""
         inside = context.bottom <= level <= context.top
         after, offset = self.rows(context, level + 1)
-        weighted, then = self._choices(level, after, [u for u in context.uses if inside and u.level == level])
+        weighted, then = self._choices(level, after, [u for u in context.uses if inside and u.level == level], level == context.top)
         return weighted, then + offset
 
-    def _choices(self, level: int, after: Rows, uses: list[Use]) -> tuple[Weighted, Array]:
-        """The step's choices with its `uses` priced; after each, the bound by its results alone."""
+    def _choices(self, level: int, after: Rows, uses: list[Use], last: bool = False) -> tuple[Weighted, Array]:
+        """The step's choices with its `uses` priced; after each, the bound by its results alone. last: and with what is known of the use after the
+        first of these (see `_gains`); of several uses the prices cannot be added up, as another choice may be the answer to both."""
         step = self.problem.steps[level]
         weighted = self._weighted(step.kind, self.outline.first[level])
-        for use in uses:
-            table = step.kind.slots[use.slot].table
-            inside = list(bits(use.mask))
-            cost = self.priced.direct(table)[inside].min(axis=0)
-            cost[inside] = 0.0
-            weighted = Weighted(weighted.base + cost[weighted.needs[use.slot]], weighted.needs, weighted.gives, weighted.cuts)
+        for number, use in enumerate(uses):
+            cost = self._used(use, weighted.needs[use.slot], last and not number)
+            weighted = Weighted(weighted.base + cost, weighted.needs, weighted.gives, weighted.cuts)
         then = after[GENERAL]  # the same after every choice
         for shift, result, gives in zip(step.result_shifts, step.kind.results, weighted.gives, strict=True):
             if result.live:

@@ -204,7 +204,7 @@ class Priced:
         self._rows[sheet.of_one] = np.minimum.reduceat(self._direct[sheet.from_one], sheet.first_from)
         self._rows[sheet.of_two] = np.minimum(self._rows[sheet.one_of_two], self._rows[sheet.other_of_two])
         self._needed = self._rows[sheet.needed]
-        own = prices.steps(sheet.layout)
+        self._own = own = prices.steps(sheet.layout)
         self.cuts = prices.capacity is None and bool(sheet.freed.any())
         if self.cuts:
             self._after = np.where(sheet.freed[:, None], prices.after(sheet.layout), 0.0)
@@ -224,6 +224,12 @@ class Priced:
     def conversions(self, table: TensorTable) -> Array:
         """(row, target, weights): the least price of a conversion from anything that is available in the row; nothing for "anything"."""
         return _at(self._rows, self.sheet.rows[id(table)])
+
+    def first(self, table: TensorTable, needs: Numbers) -> Array:
+        """(way to store it, choice, weights): the price of a parameter that is used for the first time, in what each choice needs."""
+        kept = [k.placement for k in table.stored]
+        ways: Array = _at(self._own, self.sheet.stored[id(table)])[:, None] + self.conversions(table)[kept][:, needs]
+        return ways
 
     def available(self, table: TensorTable, mask: int) -> Array:
         """(target, weights): the same from anything in a set of placements."""

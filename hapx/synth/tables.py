@@ -141,6 +141,11 @@ class TensorTable:
             self._closure[source] = sum(1 << i for i in possible if free(self.ref, p, self.placements[i]))
         return self._closure[source]
 
+    def apart(self, mask: int) -> list[int]:
+        """The bit sets that single placements of a set give, without those that others include."""
+        found = list(dict.fromkeys([self.closure(p) for p in bits(mask)]))
+        return [one for one in found if not any(one != other and one & other == one for other in found)]
+
     def between(self, source: int, target: int) -> Iterator[tuple[Edge, ...]]:
         """The paths from source to target that the restriction allows: each axis that differs changes once, in any legal order; or through shards of
         the inner axis."""

@@ -152,18 +152,19 @@ class ToyPriced:
 
 
 def random_theory(
-    seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, parameters: int = 2, states: int = 2, twice: int = 1, often: bool = False,
-    branches: int = 0,
+    seed: int, mesh: Mesh, *, nodes: int = 6, triples: int = 3, parameters: int = 2, states: int = 2, twice: int = 1, times: int = 2,
+    often: bool = False, branches: int = 0,
 ) -> Theory:  # fmt: skip
-    """A random graph: unary and binary nodes over earlier values, an input, and parameters (the first `twice` of them used twice), with random
-    triples. often: the first value is used again and again. branches: so many nodes read the input (and parameters), and the next one all of them."""
+    """A random graph: unary and binary nodes over earlier values, an input, and parameters (the first `twice` of them used so many `times`), with
+    random triples. often: the first value is used again and again. branches: so many nodes read the input (and parameters), and the next one all of
+    them."""
     rng = random.Random(seed)
     refs: dict[str, TensorRef] = {"x": TensorRef("x", UNITS, "float32", Kind.INPUT, False)}
     for i in range(parameters):
         refs[f"w{i}"] = TensorRef(f"w{i}", UNITS, "float32", Kind.PARAMETER, True)
     values, made, tables = ["x"], [], []
     unread: list[str] = []
-    weights = [f"w{i}" for i in range(parameters)] + [f"w{i}" for i in range(min(twice, parameters))]
+    weights = [f"w{i}" for i in range(parameters)] + [f"w{i}" for i in range(min(twice, parameters))] * (times - 1)
     for i in range(nodes):
         operands = ["x"] if i < branches else [unread.pop() if unread and rng.random() < 0.9 else rng.choice(values)]
         if branches and i == branches:
