@@ -26,6 +26,7 @@ from hapx.collectives.communicator import Communicator, ProcessGroupCommunicator
 from hapx.collectives.messages import create_messenger
 from hapx.errors import HapError, LaunchError, PlanError
 from hapx.graph.capture import capture
+from hapx.graph.capture_conditions import Conditions, Seen, conditions, renew
 from hapx.graph.capture_inputs import Inputs, bind_inputs
 from hapx.graph.capture_refusals import refuse_lazy
 from hapx.ir import FLOATING, Graph
@@ -104,6 +105,7 @@ class HAP(nn.Module):
         self._executor: Executor | Pipeline | None = None
         self._loss_scale: Callable[[], float] = lambda: 1.0  # of a gradient scaler: a pipeline's backward passes begin with it
         self._captured: set[ProgramKey] = set()
+        self._seen = Seen()
         self.training = module.training
         object.__setattr__(self, "_twin", self._world.together(lambda: _meta_twin(module), "copying the module"))
         _same_model(self._world, module)
@@ -114,8 +116,10 @@ class HAP(nn.Module):
 
     # ---- planning -----------------------------------------------------------------------------------------------------
 
-    def _start(self, example_inputs: Any) -> None:
-        """Plan on rank 0, tell everybody, shard the module."""
+    def _start(self, example_inputs: Any, call: Inputs | None = None) -> None:
+        """Plan on rank 0, tell everybody, shard the module. call: that of the example, if there is one."""
+        if self._given is None and not self._twin.training:
+            self._twin.train()
         text, compared = json.loads(self._world.from_first(lambda: json.dumps(self._first_plan(example_inputs)), "planning"))
         found: Plan = self._world.together(lambda: _checked(text, self._cluster), "reading the plan")
         if self._local_inputs and found.schedules:
@@ -125,6 +129,10 @@ class HAP(nn.Module):
                 hint="a plan without micro-batches takes the ranks' own shares: plan with micro_batches=1",
             )  # fmt: skip
         self._captured = {found.first} if compared else set()
+        if compared:
+            known = self._world.together(lambda: self._conditions(call, example_inputs), "reading the inputs")
+            flags = {f"{n}.training" if n else "training": m.training for n, m in self._twin.named_modules()}  # as it was planned
+            self._seen.accept(found.first, known | flags)
         groups = [create_groups(stage.mesh) for stage in found.stages]
         seed = int(self._world.from_first(lambda: str(torch.initial_seed()), "drawing a seed"))
         options: dict[str, Any] = {"seed": seed, "device": self._world.device, "gradient_dtype": self._gradient_dtype}
@@ -138,8 +146,6 @@ class HAP(nn.Module):
         """On rank 0: a new plan, or the user's; and whether its graph is known to be the model's."""
         twin: nn.Module = self._twin
         if self._given is None:
-            if not twin.training:
-                twin.train()
             from hapx.report.progress import shown  # a line for whoever looks at rank 0's terminal
 
             with shown() as progress:
@@ -163,18 +169,20 @@ class HAP(nn.Module):
         whole = captured(example)
         return whole, lambda number: normalised(captured(first_rows(example, whole.batch, whole.batch // number)), whole)
 
-    def _ensure(self, key: ProgramKey, call: Inputs) -> None:
-        """There is a program for `key`, and it is the model's (a collective call)."""
+    def _ensure(self, key: ProgramKey, call: Inputs, now: Conditions) -> None:
+        """There is a program for `key`, and it is the model's under the conditions of the call (a collective call)."""
         if self._executor is None:
-            self._start(self._example(call))
+            self._start(self._example(call), call)
         executor = self._running()
-        if key in executor.plan.graphs and key in self._captured:
+        changed = self._seen.changed(key, now)
+        if key in executor.plan.graphs and key in self._captured and not changed:
             return
 
         def make() -> str:
+            renew(self._twin, self.module)
             graph, parts = self._captured_at(self._example(call), key.mode == "train")
             if key in executor.plan.graphs:
-                _compare(executor.plan, graph, key, parts)
+                _compare(executor.plan, graph, key, parts, self._seen.says(key, now) if changed else "")
                 return ""
             if not executor.plan.schedules:
                 from hapx.planner import extend
@@ -188,6 +196,12 @@ class HAP(nn.Module):
         if text:
             executor.plan = self._world.together(lambda: _checked(text, self._cluster), "reading the plan")
         self._captured.add(key)
+        self._seen.accept(key, now)
+
+    def _conditions(self, call: Inputs | None, example: Any = None) -> Conditions:
+        """What a program of a call takes for constant. example: instead of a call, as in `plan`."""
+        with_loss_fn = self._loss_fn is not None
+        return conditions(self.module, call if call is not None else bind_inputs(self.module, example, with_loss_fn), with_loss_fn)
 
     def _example(self, call: Inputs) -> Any:
         """A call as example inputs."""
@@ -208,12 +222,12 @@ class HAP(nn.Module):
         """What the module returns on one device, with the loss of the whole batch. Other results are this rank's pieces, or whole with
         `gather_outputs`, to look at: a backward from them raises LaunchError. Objects that are no tensors, caches of generation for one, are left
         out."""
-        call, key = self._announce(args, kwargs)
+        call, key, now = self._announce(args, kwargs)
         local = LocalInputs(self._world, call.tensors) if self._local_inputs else None
         if local is not None:
             key = ProgramKey(key.mode, local.shapes, key.autocast)
             call = Inputs(call.args, call.kwargs, call.names, local.whole_on_meta())
-        self._ensure(key, call)
+        self._ensure(key, call, now)
         executor = self._running()
         graph = executor.plan.graphs[key]
         tensors = dict(zip(graph.given, call.tensors, strict=True))
@@ -223,7 +237,7 @@ class HAP(nn.Module):
         outputs = executor.run(key, {n: t.to(self._world.device) for n, t in tensors.items()}, cut)
         return self._results(graph, key, outputs)
 
-    def _announce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, ProgramKey]:
+    def _announce(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, ProgramKey, Conditions]:
         """Agrees with all ranks on what is run next."""
         try:
             call = self._bind(args, kwargs)
@@ -231,12 +245,14 @@ class HAP(nn.Module):
             mode: Literal["train", "eval"] = "train" if self.training else "eval"
             shapes = tuple(tuple(t.shape) for t in call.tensors)
             told = [f"{n} {t.dtype}{list(t.shape[1:] if self._local_inputs else t.shape)}" for n, t in zip(call.names, call.tensors, strict=True)]
+            now = self._conditions(call)
             text = f"{mode} {', '.join(told)}{f' autocast {autocast}' if autocast else ''}{'' if torch.is_grad_enabled() else ' no_grad'}"
+            text += self._seen.news(now)
         except Exception:
             self._world.agree(None)
             raise
         self._world.agree(text)
-        return call, ProgramKey(mode, shapes, autocast)
+        return call, ProgramKey(mode, shapes, autocast), now
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         if self._loss_fn is None:
@@ -402,12 +418,18 @@ def _checked(text: str, cluster: ClusterSpec) -> Plan:
     return found
 
 
-def _compare(found: Plan, graph: Graph, key: ProgramKey, parts: Callable[[int], Graph]) -> None:
-    """The plan's graph must be the model's, down to every argument. parts: gives the graph of one of so many micro-batches."""
+def _compare(found: Plan, graph: Graph, key: ProgramKey, parts: Callable[[int], Graph], changed: str = "") -> None:
+    """The plan's graph must be the model's, down to every argument. parts: gives the graph of one of so many micro-batches. changed: what is not as
+    it was when it was."""
     micro = found.graphs[key].micro_batches
     graph = graph if micro is None else parts(micro.number)
     if graph.hash != found.graphs[key].hash:
         where = f"{key.mode} program for {_shapes(key)}"
+        if changed:
+            raise PlanError(
+                f"the model computes something else than was planned: {changed}", where=where,
+                hint="pass what varies as a tensor, or set it before hapx.HAP and make another one when it changes",
+            )  # fmt: skip
         raise PlanError("the plan was made for another computation than this model's", where=where, hint="plan again for this model")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +55,21 @@ class _Token:
         return self.parameter.redeem().as_strided(self.size, self.stride, self.offset)
 
 
+class Kept(NamedTuple):
+    """A saved tensor. Autograd does not look itself whether one that goes through hooks was changed."""
+
+    saved: Tensor
+    version: int
+
+    def tensor(self) -> Tensor:
+        if self.saved._version != self.version:
+            raise RuntimeError(
+                f"a tensor {list(self.saved.shape)} that backward needs was changed in place after the forward pass "
+                "(a parameter by optimizer.step(), a buffer or an input by the caller): call backward before, or run forward again"
+            )
+        return self.saved
+
+
 class freeing:
     """Context manager for a forward pass: `free` conversions inside of it do not keep what they gathered. Outside of it they do."""
 
@@ -77,29 +92,26 @@ class freeing:
     def register(self, gathered: Tensor, regather: Callable[[Tensor], Tensor], source: Tensor) -> None:
         """From now on, saved tensors that share memory with `gathered` become tokens; `regather(source)` makes it again. A source
         that is itself a freed parameter is not kept either."""
-        kept, version = self._pack(source.detach()), source._version
+        kept = self._pack(source.detach())
 
         def again() -> Tensor:
-            whole = self._unpack(kept)
-            if isinstance(kept, Tensor) and whole._version != version:
-                raise RuntimeError("a parameter was changed between forward and backward; it is read again in backward")
-            return regather(whole)
+            return regather(self._unpack(kept))
 
         storage = gathered.untyped_storage()
         if storage.nbytes():
             self._parameters[storage.data_ptr()] = FreedParameter(gathered, again)
 
-    def _pack(self, t: Tensor) -> Any:
+    def _pack(self, t: Tensor) -> _Token | Kept:
         storage = t.untyped_storage()
         parameter = self._parameters.get(storage.data_ptr())
         # the address may have been reused since: only the very same storage counts
         if parameter is None or parameter.storage() is not storage or parameter.dtype != t.dtype:
-            return t
+            return Kept(t, t._version)
         return _Token(parameter, t)
 
     @staticmethod
-    def _unpack(kept: Any) -> Tensor:
-        return kept.tensor() if isinstance(kept, _Token) else kept
+    def _unpack(kept: _Token | Kept) -> Tensor:
+        return kept.tensor()
 
 
 def free_after_forward(gathered: Tensor, regather: Callable[[Tensor], Tensor], source: Tensor) -> None:

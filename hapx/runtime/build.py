@@ -65,7 +65,8 @@ class Synchronise(nn.Module):
 class LocalProgram:
     """What one device runs. `parameters`, `buffers`, `inputs`: names of the module's arguments, in order; `input_placements`: in which
     placement each input arrives; `gives`: what it returns. `position`: this device's place under the lengths of this program.
-    `layout`: buckets of the parameters that `entries` take in."""
+    `layout`: buckets of the parameters that `entries` take in. `snapshots`: buffers that get new values after the pass although backward may read
+    what they had."""
 
     key: ProgramKey
     graph: Graph
@@ -78,6 +79,7 @@ class LocalProgram:
     gives: tuple[Property, ...]
     layout: Layout
     entries: tuple[Synchronise, ...]
+    snapshots: frozenset[str]
 
     @property
     def code(self) -> str:
@@ -103,6 +105,15 @@ def build_local(
     program must hold the conversion from Replicated to it. `gradient_dtype`: in which gradients of parameters are summed over devices."""
     builder = _Builder(plan, stage, rank, key, communicators, rng, device or torch.device("cpu"), dict(local_inputs or {}), gradient_dtype)
     return builder.build(bucket_bytes)
+
+
+def snapshots(graph: Graph) -> frozenset[str]:
+    """Buffers that get a new value, and on which, or on a view of which, something depends that has a gradient."""
+    counts: dict[str, bool] = {}
+    for node in reversed(graph.nodes):
+        here = any(o.requires_grad or counts.get(o.name, False) for o in node.outputs)
+        counts |= {name: here or counts.get(name, False) for name in node.call.refs()}
+    return frozenset(o.target for o in graph.outputs if o.role == "buffer" and o.target is not None and counts.get(o.target, False))
 
 
 class _Builder:
@@ -143,8 +154,9 @@ class _Builder:
         placements = {n: self.local_inputs.get(n, self.replicated) for n in inputs}
         layout = bucket_layout(self.uses, self.device, bucket_bytes)
         return LocalProgram(
-            self.key, self.graph, self.position, module, parameters, buffers, inputs, placements, ordered, layout, tuple(self.entries)
-        )
+            self.key, self.graph, self.position, module, parameters, buffers, inputs, placements, ordered, layout, tuple(self.entries),
+            snapshots(self.graph),
+        )  # fmt: skip
 
     @property
     def replicated(self) -> Placement:

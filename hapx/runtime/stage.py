@@ -51,7 +51,9 @@ class StageRunner:
         for entry in program.entries:
             entry.current = current
         arguments = [self.module.get_parameter(n) for n in program.parameters]
-        arguments += [self.module.get_buffer(n) for n in program.buffers]
+        # autograd keeps what it needs of a buffer, which must not be overwritten below
+        kept = program.snapshots if torch.is_grad_enabled() else frozenset()
+        arguments += [self.module.get_buffer(n).clone() if n in kept else self.module.get_buffer(n) for n in program.buffers]
         arguments += [inputs[n] for n in program.inputs]
         # the program says itself in which dtypes it computes, whatever the caller has on
         with freeing(), torch.autocast(self.device.type, enabled=False):

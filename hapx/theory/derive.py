@@ -203,8 +203,12 @@ def _state(slot: object, ref: TensorRef, cut: Cut | None) -> State:
 def _all_stored(graph: Graph, mesh: Mesh, grains: Grains) -> dict[str, tuple[Placement, ...]]:
     """Per parameter and buffer, where it may be kept: one object for those that are alike."""
     known: dict[object, tuple[Placement, ...]] = {}
-    found = {}
+    found: dict[str, tuple[Placement, ...]] = {}
+    written = {o.target for o in graph.outputs if o.role == "buffer"}
     for ref in (r for kind in STORED for r in graph.of_kind(kind)):
+        if ref.name in written:  # by what is given whole (`_allowed`)
+            found[ref.name] = (Placement((REPLICATED,) * len(mesh.axes)),)
+            continue
         segments = graph.segments_of[ref.name]
         key = ref.shape, ref.kind, ref.requires_grad, grains.sites_of.get(ref.name), segments
         if key not in known:

@@ -134,7 +134,7 @@ def test_a_parameter_changed_before_backward_is_refused():
             own.add_(1)
         y.sum().backward()
 
-    with pytest.raises(RuntimeError, match="changed between forward and backward"):
+    with pytest.raises(RuntimeError, match="changed in place after the forward pass"):
         run_threads(M, work, timeout=20)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hapx.api import HAP
-from hapx.errors import HapError
+from hapx.errors import HapError, PlanError
 from hapx.ir import Graph
 from hapx.plan import Plan, ProgramKey
 from support.equivalence import Trace, compare, make_optimizer, train_single
@@ -267,3 +267,54 @@ def test_errors_are_clear_and_on_every_rank() -> None:
             assert "another computation" in text
         assert "'some'" in texts[6]
         assert "PlanError: the plan is for another model" in texts[7]
+
+
+class Conditional(nn.Module):
+    """Its loss depends on much that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.bn, self.b, self.beta, self.unread = nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), 1.0, 0
+
+    def forward(self, x: Tensor, y: Tensor, weight: float = 1.0) -> Tensor:
+        return F.cross_entropy(self.b(self.bn(self.a(x))), y) * weight + self.beta * self.a(x).square().mean()
+
+
+def under_other_conditions() -> tuple[float, float, list[str]]:
+    """The loss as planned, that after what does not matter has changed, and what is said where it does."""
+    batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+    hap = HAP(Conditional(), cluster([2]), example_inputs=batch, strategy="dp-even")
+    first = float(hap(*batch).detach())
+    hap.module.unread = 1
+    same = float(hap(*batch, weight=1.0).detach())
+    said = []
+
+    def refused(*args: Any) -> None:
+        with pytest.raises(PlanError) as error:
+            hap(*args)
+        said.append(str(error.value))
+
+    refused(*batch, 0.5)
+    hap.module.beta = 0.2
+    refused(*batch)
+    hap.module.beta = 1.0
+    hap.module.bn.eval()
+    refused(*batch)
+    hap.train()
+    hap.module.a.weight.requires_grad_(False)
+    refused(*batch)
+    hap.module.a.weight.requires_grad_(True)
+    assert float(hap(*batch).detach()) == pytest.approx(first, rel=1e-6)
+    return first, same, said
+
+
+def test_a_call_that_computes_something_else_is_refused() -> None:
+    """Shapes and mode alone do not say what a model computes: it must never be what it computed when it was planned."""
+    for first, same, said in pool(2).run(under_other_conditions):
+        assert first == pytest.approx(same, rel=1e-6)
+        expected = ["argument weight was 1.0 and is 0.5", "beta was 1.0 and is 0.2", "bn.training was True and is False"]
+        expected.append("a.weight.requires_grad was True and is False")
+        for text, what in zip(said, expected, strict=True):
+            assert "the model computes something else than was planned" in text
+            assert what in text

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hapx.api import HAP
 from hapx.collectives.communicator import create_groups
-from hapx.collectives.freed import freeing
+from hapx.collectives.freed import Kept, freeing
 from hapx.cost.memory import kept_bytes
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.graph.capture import capture
@@ -182,8 +182,8 @@ class Watching(freeing):
 
     def _pack(self, t: Tensor) -> Any:
         packed = super()._pack(t)
-        if isinstance(packed, Tensor):
-            self.kept.setdefault(current_thread().name, []).append(packed)
+        if isinstance(packed, Kept):
+            self.kept.setdefault(current_thread().name, []).append(packed.saved)
         return packed
 
 

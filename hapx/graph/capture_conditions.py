@@ -1,0 +1,135 @@
+"""What a captured program took for constant: dtypes and arguments of the call that are no tensors, flags and plain attributes of the modules.
+
+In: a module and a call. Out: `conditions`, by name; `Seen` knows under which of them each program is known to be the model's. Programs are told apart
+by mode, shapes and autocast only (`hapx.plan.ProgramKey`): a call under other conditions is captured again and compared before it is run, so that it
+never runs a program that computes something else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hapx.errors import PlanError
+from hapx.graph.capture_inputs import Inputs
+from hapx.plan import ProgramKey
+
+Conditions = dict[str, Any]
+
+
+class UnreadAttributeWarning(UserWarning):
+    """An attribute of the model that changes often, without effect, is not looked at any more."""
+
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+_CONTAINERS = frozenset({dict, OrderedDict, set})
+ENOUGH = 3  # times that an attribute changed and the program did not: it is not looked at any more
+
+
+def conditions(module: nn.Module, call: Inputs, with_loss_fn: bool = False) -> Conditions:
+    """By what error messages call them. with_loss_fn: as in `bind_inputs`."""
+    found: Conditions = {f"the dtype of input {name!r}": t.dtype for name, t in zip(call.names, call.tensors, strict=True)}
+    positional, keyword, *targets = call.args if with_loss_fn else (call.args, call.kwargs)
+    named = dict(zip(inspect.signature(module.forward).parameters, positional, strict=False)) if positional else {}
+    given = {**named, **keyword, **{f"target {i}": t for i, t in enumerate(targets)}}
+    found |= {f"argument {name}": value for name, value in _leaves(given)}
+    for name, m in module.named_modules():
+        own = vars(m)
+        found[f"module {name!r}"] = type(m), *[len(own[hooks]) for hooks in HOOKS]
+        prefix = f"{name}." if name else ""
+        for key, value in own.items():
+            if type(value) in _CONTAINERS:  # most of them; this runs at every call
+                continue
+            if isinstance(value, PLAIN):
+                found[prefix + key] = value
+            elif isinstance(value, Tensor):
+                found[prefix + key] = id(value), 0 if value.is_inference() else value._version
+    found |= {f"{name}.requires_grad": p.requires_grad for name, p in module.named_parameters()}
+    return found
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Plain values in arguments."""
+    if isinstance(value, Mapping):
+        for key, v in value.items():
+            yield from _leaves(v, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, tuple | list):
+        for i, v in enumerate(value):
+            yield from _leaves(v, f"{path}.{i}" if path else str(i))
+    elif isinstance(value, PLAIN):
+        yield path, value
+
+
+class Seen:
+    """Per program, the conditions under which its graph is the model's."""
+
+    def __init__(self) -> None:
+        self._known: dict[ProgramKey, list[Conditions]] = {}
+        self._last: Conditions | None = None
+        self._unread: Counter[str] = Counter()  # how often a name changed without effect
+
+    def changed(self, key: ProgramKey, now: Conditions) -> tuple[str, ...]:
+        """What differs from the last conditions that are known, if these are not; of a program of which none are known, nothing."""
+        known = self._known.get(key, [])
+        if not known or now in known:
+            return ()
+        return tuple(sorted(self._differing(known[-1], now)))
+
+    def news(self, now: Conditions) -> str:
+        """For the ranks to agree on: what differs from the last conditions that were accepted, and whether these were ever."""
+        if self._last is None or now == self._last:
+            return ""
+        fresh = not any(now in known for known in self._known.values())
+        return f" with {'another' if fresh else 'once more the'} {', '.join(sorted(self._differing(self._last, now)))}"
+
+    def accept(self, key: ProgramKey, now: Conditions) -> None:
+        """The program is the model's under these, too."""
+        known = self._known.setdefault(key, [])
+        if known and now not in known:
+            for name in self._differing(known[-1], now):
+                self._unread[name] += 1
+                if self._unread[name] == ENOUGH and name in now and not name.startswith(("argument ", "the dtype ")):
+                    warnings.warn(
+                        f"{name} changed {ENOUGH} times without changing what the model computes; it is not looked at any more",
+                        UnreadAttributeWarning, stacklevel=2,
+                    )  # fmt: skip
+        self._known[key], self._last = [*known[1 - 2 * ENOUGH :], now], now
+
+    def says(self, key: ProgramKey, now: Conditions) -> str:
+        """What differs, with what it was and is."""
+        before = self._known[key][-1]
+        told = []
+        for name in sorted(self._differing(before, now))[:3]:
+            was, there = (_told(name, values) for values in (before, now))
+            told.append(f"{name} was {was} and is {there}" if was != there else f"{name} is another one")
+        return "; ".join(told)
+
+    def _differing(self, before: Conditions, now: Conditions) -> set[str]:
+        names = {n for n in before.keys() | now.keys() if before.get(n, _told) != now.get(n, _told)}
+        return {n for n in names if self._unread[n] < ENOUGH}
+
+
+def _told(name: str, values: Conditions) -> str:
+    if name not in values:
+        return "left out"
+    value = values[name]
+    return str(value[0].__name__ if isinstance(value, tuple) and isinstance(value[0], type) else value)
+
+
+def renew(twin: nn.Module, module: nn.Module) -> None:
+    """Gives a copy of the module the flags and attributes that the module has now. Raises PlanError where its modules are others."""
+    modules, others = dict(module.named_modules()), dict(twin.named_modules())
+    hooks = [sum(len(getattr(m, h)) for m in of.values() for h in HOOKS) for of in (modules, others)]
+    if {n: type(m) for n, m in modules.items()} != {n: type(m) for n, m in others.items()} or hooks[0] != hooks[1]:
+        raise PlanError("submodules or hooks of the model were changed", where=type(module).__name__, hint="change them first, then call hapx.HAP")
+    for name, m in modules.items():
+        vars(others[name]).update({k: v for k, v in vars(m).items() if isinstance(v, (*PLAIN, Tensor))})
+    for name, p in module.named_parameters():
+        twin.get_parameter(name).requires_grad_(p.requires_grad)

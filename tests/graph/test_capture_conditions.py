@@ -1,0 +1,122 @@
+"""What a captured program takes for constant is noticed when it changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hapx.errors import PlanError
+from hapx.graph.capture_conditions import ENOUGH, Seen, UnreadAttributeWarning, conditions, renew
+from hapx.graph.capture_inputs import bind_inputs
+from hapx.plan import ProgramKey
+
+KEY = ProgramKey("train", ((4, 3),))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop, self.beta, self.step = nn.Linear(3, 3), nn.Dropout(0.1), 1.0, 0
+        self.table = torch.ones(3)
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, how: str = "sum") -> Tensor:
+        return getattr(self.drop(self.linear(x)) * self.table * self.beta * scale, how)()
+
+
+def of(model: nn.Module, *args: object, dtype: torch.dtype = torch.float32, **kwargs: object) -> dict[str, object]:
+    x = torch.zeros(4, 3, dtype=dtype)
+    call = {"x": x, **kwargs} if kwargs else (x, *args)
+    return conditions(model, bind_inputs(model, call))
+
+
+def changed(before: dict[str, object], now: dict[str, object]) -> tuple[str, ...]:
+    seen = Seen()
+    seen.accept(KEY, before)
+    return seen.changed(KEY, now)
+
+
+def test_nothing_has_changed() -> None:
+    model = Model()
+    before = of(model, 0.5)
+    with torch.no_grad():
+        model.linear.weight.add_(1.0)
+    model.eval()
+    model.train()
+    assert changed(before, of(model, 0.5)) == ()
+    assert changed(before, of(model, scale=0.5)) == ()  # by another way
+    assert Seen().changed(KEY, before) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda m: setattr(m, "beta", 0.5), "beta"),
+        (lambda m: setattr(m.drop, "p", 0.2), "drop.p"),
+        (lambda m: m.drop.eval(), "drop.training"),
+        (lambda m: m.linear.bias.requires_grad_(False), "linear.bias.requires_grad"),
+        (lambda m: setattr(m, "table", torch.ones(3)), "table"),
+        (lambda m: m.table.fill_(2.0), "table"),
+        (lambda m: setattr(m, "drop", nn.Identity()), "module 'drop'"),
+        (lambda m: m.linear.register_forward_hook(lambda *_: None), "module 'linear'"),
+    ],
+    ids=["attribute", "of a submodule", "flag", "frozen", "other tensor", "filled tensor", "other module", "hook"],
+)
+def test_changes_of_the_model_are_noticed(change: object, name: str) -> None:
+    model = Model()
+    before = of(model)
+    change(model)  # type: ignore[operator]
+    assert name in changed(before, of(model))
+
+
+def test_changes_of_the_call_are_noticed() -> None:
+    model = Model()
+    before = of(model, 0.5)
+    assert changed(before, of(model, 0.7)) == ("argument scale",)
+    assert changed(before, of(model)) == ("argument scale",)
+    assert changed(before, of(model, scale=0.5, how="mean")) == ("argument how",)
+    assert changed(before, of(model, 0.5, dtype=torch.float64)) == ("the dtype of input 'x'",)
+
+
+def test_it_says_what_was_and_what_is() -> None:
+    model, seen = Model(), Seen()
+    seen.accept(KEY, of(model, 0.5))
+    model.beta = 0.25
+    now = of(model)
+    assert seen.says(KEY, now) == "argument scale was 0.5 and is left out; beta was 1.0 and is 0.25"
+    assert seen.news(now) == " with another argument scale, beta"
+    seen.accept(KEY, now)
+    assert seen.changed(KEY, now) == () and seen.news(now) == ""
+
+
+def test_what_changes_often_without_effect_is_left_out_in_the_end() -> None:
+    model, seen = Model(), Seen()
+    seen.accept(KEY, of(model))
+    for step in range(1, ENOUGH):
+        model.step = step
+        assert seen.changed(KEY, of(model)) == ("step",)
+        seen.accept(KEY, of(model))
+    model.step = ENOUGH
+    with pytest.warns(UnreadAttributeWarning, match="step changed 3 times"):
+        seen.accept(KEY, of(model))
+    model.step = ENOUGH + 1
+    assert seen.changed(KEY, of(model)) == ()
+    model.beta = 0.5
+    assert seen.changed(KEY, of(model)) == ("beta",)
+
+
+def test_a_copy_gets_what_was_changed() -> None:
+    model = Model()
+    twin = copy.deepcopy(model)
+    model.beta, model.table = 0.5, torch.zeros(3)
+    model.drop.eval()
+    model.linear.bias.requires_grad_(False)
+    renew(twin, model)
+    assert twin.beta == 0.5 and not twin.drop.training and twin.training and not twin.linear.bias.requires_grad
+    assert twin.table is model.table
+    assert twin.linear.weight is not model.linear.weight
+    model.drop = nn.Identity()
+    with pytest.raises(PlanError, match="submodules or hooks of the model were changed"):
+        renew(twin, model)
