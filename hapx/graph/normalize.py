@@ -242,7 +242,12 @@ class Emitter:
             twin = arguments.functional_twin(call.op, call.where)
             self._compute(call, twin, arguments.rebind(call.op, twin, bound), new)
             self._convert(call, new, target.fake)
-        assert new.fake is not None and new.fake.shape == target.fake.shape
+        assert new.fake is not None
+        if new.fake.shape != target.fake.shape:  # torch would make `out` as large as the result
+            raise UnsupportedOperatorError(
+                f"{name_of(call.op)} writes a result of shape {list(new.fake.shape)} into a tensor of shape {list(target.fake.shape)}",
+                where=call.where, hint="use an operator that makes a new tensor",
+            )  # fmt: skip
         kind, name = self._root_kind.get(target.storage, (Kind.VALUE, ""))
         if kind is Kind.BUFFER:
             self._note_write(name, "an in-place operator", call)

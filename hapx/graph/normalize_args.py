@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hapx.errors import CaptureError, UnsupportedOperatorError
-from hapx.graph.normalize_names import canonical, with_types
+from hapx.graph.normalize_names import canonical, types, with_types
 from hapx.ir import TorchConst, Value
 
 # Checks of the exporter and of the user: nothing is computed.
@@ -29,6 +29,8 @@ _COPIES = frozenset({"aten.contiguous.default", "aten.clone.default"})
 
 # What they give depends on how their operand lies in memory, which a plan does not know.
 STRIDED = frozenset({"aten.as_strided.default", "aten.as_strided_copy.default"})
+
+OUT = "out"  # the argument of an overload that writes its result there
 
 _DROPOUTS = frozenset({"aten.dropout", "aten.feature_dropout", "aten.alpha_dropout", "aten.feature_alpha_dropout"})
 
@@ -135,11 +137,16 @@ def written_arguments(op: torch._ops.OpOverload) -> tuple[str, ...]:
 
 
 def functional_twin(op: torch._ops.OpOverload, where: str) -> torch._ops.OpOverload:
-    """The operator without the underscore. Raises UnsupportedOperatorError where there is none, or where it would be random."""
+    """The operator without the underscore, or without `out`. Raises UnsupportedOperatorError where there is none, or where it would be random."""
     namespace, _, name = op._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
-    # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor: the types decide
-    twin = with_types(packet, op) if packet is not None else None
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    twin: torch._ops.OpOverload | None = None
+    if written_arguments(op) == (OUT,):
+        own = [kind for kind in types(op) if kind[0] != OUT]
+        twin = next((o for overload in packet.overloads() if types(o := getattr(packet, overload)) == own), None)
+    elif name.endswith("_") and packet is not None:
+        # pow_.Scalar takes a tensor and a number, pow.Scalar a number and a tensor: the types decide
+        twin = with_types(packet, op)
     if is_random(op) and "dropout" not in name:
         raise UnsupportedOperatorError(
             f"{name_of(op)} is random and has no rule",
@@ -158,7 +165,7 @@ def rebind(op: torch._ops.OpOverload, twin: torch._ops.OpOverload, bound: Mappin
     names = [a.name for a in op._schema.arguments if not a.kwarg_only]
     own = [a.name for a in twin._schema.arguments if not a.kwarg_only]
     renamed = dict(zip(names, own, strict=False))
-    return bind(twin, (), {renamed.get(k, k): v for k, v in bound.items()})
+    return bind(twin, (), {renamed.get(k, k): v for k, v in bound.items() if k != OUT or k in own})
 
 
 def target_dtype(op: torch._ops.OpOverload, bound: Mapping[str, Any]) -> torch.dtype | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
 
 import hapx
 from hapx.collectives.communicator import create_groups
@@ -68,6 +69,18 @@ class Written(nn.Module):
         return (z * old - key).square().mean()
 
 
+class Spectral(nn.Module):
+    """A discriminator's layers: power iteration writes buffers with `out=`, and the loss reads what it wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(spectral_norm(nn.Linear(5, 8)), nn.LeakyReLU(0.2), spectral_norm(nn.Linear(8, 4)))
+
+    def forward(self, x: Tensor, key: Tensor) -> Tensor:
+        return (self.layers(x) - key).square().mean()
+
+
 def inputs(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(8, 5, dtype=torch.float64, generator=generator), torch.randn(8, 4, dtype=torch.float64, generator=generator)
@@ -81,7 +94,7 @@ def test_buffers_that_are_written_whole_are_kept_whole() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["dp-even", "zero", "tensor-parallel", "auto"])
-@pytest.mark.parametrize("make", [Queue, Running, Written])
+@pytest.mark.parametrize("make", [Queue, Running, Written, Spectral])
 def test_backward_has_what_the_buffers_had(make: type[nn.Module], strategy: str) -> None:
     plan = hapx.plan(make().double(), TWO, inputs(0), strategy=strategy)
     assert_equivalent(lambda: make().double(), inputs, plan)

@@ -118,6 +118,15 @@ def buffer_with_gradient(m: Model, h: Tensor) -> Tensor:
     return h + m.state
 
 
+def given_out(m: Model, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        out, scale = torch.zeros(3, 4, dtype=h.dtype), torch.full((3, 4), 2.0, dtype=h.dtype)
+        view = out[1:]
+        torch.div(h.detach(), 2.0 * scale, out=out)
+        torch.add(out[:2].clone(), scale[:2], alpha=3, out=view)
+    return (h * out).sum() + view.mean()
+
+
 def attribute(m: Model, h: Tensor) -> Tensor:
     return h * m.plain + torch.tensor(2.0)
 
@@ -227,6 +236,7 @@ CASES = [
     fresh_constants,
     buffers,
     buffer_with_gradient,
+    given_out,
     attribute,
     multiple,
     casts,

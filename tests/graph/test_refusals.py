@@ -162,6 +162,13 @@ def another_view(m: Model, h: Tensor) -> Tensor:
     return y.sum()
 
 
+def resized(m: Model, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        out = torch.empty(0)
+        torch.mul(h, 2.0, out=out)
+    return h.mean() + out.mean()
+
+
 # ---- random numbers ------------------------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +302,7 @@ REFUSED: list[tuple[Forward, str]] = [
     (leaf_in_place, "forward changes a parameter in place; use a new tensor, or a buffer"),
     (through_data, "!Model: forward changes a tensor through .data or an attribute; use a registered buffer"),
     (another_view, "writes into a tensor of which another view is read later; allowed: in-place operators on whole tensors"),
+    (resized, "aten.mul.out writes a result of shape [3, 4] into a tensor of shape [0]; use an operator that makes a new tensor"),
     *((f, RANDOM) for f in (rand, randn_like, bernoulli, multinomial, gumbel)),
     (own_generator, "forward uses an object that is no tensor (custom_obj); a random generator, a quantized or a scripted module"),
     (hidden_random, "hapx_tests.jitter.default gives other values each time: it is random, and has no rule; replace it"),
