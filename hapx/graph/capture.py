@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 
 from hapx.errors import CaptureError
 from hapx.graph.capture_inputs import Inputs, bind_inputs, device_of, unique_name
-from hapx.graph.capture_refusals import check_modules
+from hapx.graph.capture_refusals import check_functions, check_modules
 from hapx.graph.capture_trace import MARK, Trace, trace
 from hapx.graph.normalize import Emitter, live_nodes, tensor_ref
 from hapx.graph.normalize_flatten import Flattener, Slot
@@ -37,6 +37,7 @@ def capture(module: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Te
     `training`: train or eval mode, by default the module's. Raises CaptureError or UnsupportedOperatorError, with the user's line.
     """
     _check_module(module, loss_fn)
+    check_functions(module, loss_fn)
     training = module.training if training is None else training
     inputs = bind_inputs(module, example_inputs, loss_fn is not None)
     if not inputs.tensors:

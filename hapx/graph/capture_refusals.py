@@ -7,17 +7,19 @@ of global variables and closures, and random numbers of Python, numpy or torch t
 
 from __future__ import annotations
 
+import dis
 import os
 import random
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin
 
 from hapx.errors import CaptureError
@@ -117,9 +119,42 @@ def _is_same_state(a: Any, b: Any) -> bool:
     return all((x == y) if not hasattr(x, "all") else bool((x == y).all()) for x, y in zip(a, b, strict=True))
 
 
-def user_functions(module: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[FunctionType]:
+def check_functions(module: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+    """Raises CaptureError where forward or the loss uses parameters by the name of a variable: in a captured program they would be constants."""
+    own = {id(m) for m in module.modules()} | {id(p) for p in module.parameters()}
+    for function in user_functions(module, loss_fn, _globals):
+        code = function.__code__
+        found = [(f"the global {name!r}", function.__globals__.get(name)) for name in _globals(code)]
+        found += [(f"the outer variable {name!r}", value) for name, value in _outer(function)]
+        for what, value in found:
+            held = list(value.parameters()) if isinstance(value, nn.Module) else [value] if isinstance(value, Tensor) else []
+            if id(value) not in own and any(p.requires_grad for p in held):
+                raise CaptureError(
+                    f"{what} requires a gradient but is no part of the model", where=f"{code.co_filename}:{code.co_firstlineno}: def {code.co_name}",
+                    hint="make it a parameter or a submodule of the model",
+                )  # fmt: skip
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    """Global variables that a function reads, nested functions included; not the attributes."""
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals(constant)
+
+
+def _outer(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Variables of the functions around a function."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not filled yet
+            yield name, cell.cell_contents
+
+
+def user_functions(
+    module: nn.Module, loss_fn: Callable[..., Any] | None, names: Callable[[CodeType], Iterator[str]] | None = None
+) -> Iterator[FunctionType]:  # fmt: skip
     """The forward functions of all submodules, functions among their attributes, and the functions that these name. Not those of installed
-    packages: their global variables are caches."""
+    packages: their global variables are caches. names: of global variables in a function, by default all that have the name of anything in it."""
     pending: list[Any] = [loss_fn, getattr(loss_fn, "forward", None)]
     for part in module.modules():
         pending += [type(part).forward, *vars(part).values()]
@@ -134,7 +169,7 @@ def user_functions(module: nn.Module, loss_fn: Callable[..., Any] | None) -> Ite
         if function.__code__.co_filename.startswith(INSTALLED):
             continue
         yield function
-        pending += [function.__globals__.get(n) for n in _names(function.__code__)]
+        pending += [function.__globals__.get(n) for n in (names or _names)(function.__code__)]
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -224,4 +259,4 @@ def is_inside_functorch_grad() -> bool:
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Grad
 
 
-__all__ = ["World", "check_modules", "is_inside_functorch_grad", "refuse_gradients", "user_functions"]
+__all__ = ["World", "check_functions", "check_modules", "is_inside_functorch_grad", "refuse_gradients", "user_functions"]

@@ -100,7 +100,7 @@ CASES = [
     (packed, CaptureError, "packed sequences cannot be captured", True),
     (wrong_shape, CaptureError, "tracing forward failed", True),
     (large_constant, CaptureError, "1000001 elements", False),
-    (trainable_constant, CaptureError, "is no parameter", False),
+    (trainable_constant, CaptureError, "is no part of the model", True),
     (condition, HapError, "cond", False),
     (detached, CaptureError, "does not depend on any parameter", False),
 ]

@@ -266,6 +266,27 @@ def communicates(m: Model, h: Tensor) -> Tensor:
     return h.mean()
 
 
+OUTSIDE = nn.Parameter(torch.ones(4))
+OTHER = nn.Linear(4, 4)
+
+
+def outside_parameter(m: Model, h: Tensor) -> Tensor:
+    return (h * OUTSIDE.to(h)).mean()
+
+
+def outside_module(m: Model, h: Tensor) -> Tensor:
+    return (lambda t: OTHER(t))(h.float()).mean()
+
+
+def make_outer() -> Forward:
+    scale = nn.Parameter(torch.ones(4))
+
+    def outer_parameter(m: Model, h: Tensor) -> Tensor:
+        return (h * scale.to(h)).mean()
+
+    return outer_parameter
+
+
 # ---- results ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +306,7 @@ VALUES = "depends on the values of a tensor; use torch.where or a mask"
 RANDOM = "is random and has no rule; pass the random numbers as an input, or use torch's dropout"
 SIDE = "a captured program would not; keep such state in a registered buffer, or outside forward"
 FROZEN = "random numbers: a captured program would use the same ones in every step; draw them outside"
+NO_PART = "requires a gradient but is no part of the model; make it a parameter or a submodule of the model"
 INSIDE = "which a captured program would not; write the gradient as operators, or do it after forward"
 
 # forward, message; the line is named where there is one ("!" before the message: there is none)
@@ -317,6 +339,9 @@ REFUSED: list[tuple[Forward, str]] = [
     (functional_grad, "a gradient of torch.func cannot be captured; write the gradient as operators"),
     *((f, "the loss does not depend on any parameter that requires a gradient; is forward under no_grad") for f in (no_gradient, quantized)),
     (communicates, "forward communicates itself (torch.distributed); pass the model as it is on one device"),
+    (outside_parameter, "the global 'OUTSIDE' " + NO_PART),
+    (outside_module, "the global 'OTHER' " + NO_PART),
+    (make_outer(), "the outer variable 'scale' " + NO_PART),
     (not_scalar, "!forward returned a float32 tensor of shape [3, 4], which is no scalar loss; allowed: a scalar floating tensor"),
     (number, "!forward returns 0.5 as '1.accuracy', which is no tensor; allowed: tensors, and containers of them; return torch.tensor(...)"),
     (text, "!forward returns 'fine' as '1', which is no tensor"),
