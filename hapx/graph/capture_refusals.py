@@ -131,7 +131,7 @@ def check_functions(module: nn.Module, loss_fn: Callable[..., Any] | None) -> No
             if id(value) not in own and any(p.requires_grad for p in held):
                 raise CaptureError(
                     f"{what} requires a gradient but is no part of the model", where=f"{code.co_filename}:{code.co_firstlineno}: def {code.co_name}",
-                    hint="make it a parameter or a submodule of the model",
+                    hint="make it a parameter or a submodule of the model, or add what depends on it to the loss after the call",
                 )  # fmt: skip
 
 
