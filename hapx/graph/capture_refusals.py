@@ -30,6 +30,8 @@ WRAPPERS: Mapping[str, str] = {
     "FullyShardedDataParallel": "FSDP",
     "RecursiveScriptModule": "scripting",
 }
+# hooks of torch.nn.utils that newer functions of the same name replace
+OLD: Mapping[str, str] = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}
 # functions by which forward computes gradients, or changes them
 GRADIENTS: Mapping[str, str] = {
     "register_hook": "registers a hook on a gradient",
@@ -42,12 +44,17 @@ PLAIN = (bool, int, float, str, tuple, list, dict, set, type(None))
 
 
 def check_modules(module: nn.Module) -> None:
-    """Refuse wrappers inside of the model, parameters without a shape, and hooks on gradients."""
+    """Refuse wrappers inside of the model, weights that hooks make, parameters without a shape, and hooks on gradients."""
     for name, part in module.named_modules():
         if name and (kind := type(part).__name__) in WRAPPERS:
             raise CaptureError(
                 f"{name!r} is a {kind}", where=type(module).__name__, allowed="plain single-device modules",
                 hint=f"use the module from before {WRAPPERS[kind]}: {name}.module" if kind != "RecursiveScriptModule" else "do not script it",
+            )  # fmt: skip
+        if (old := next((OLD[kind] for hook in part._forward_pre_hooks.values() if (kind := type(hook).__name__) in OLD), None)) is not None:
+            raise CaptureError(
+                f"{name or 'the model'} sets its weight anew in a hook (torch.nn.utils.{old})", where=type(module).__name__,
+                hint=f"use torch.nn.utils.parametrizations.{old}",
             )  # fmt: skip
         if part._backward_hooks or part._backward_pre_hooks:
             raise _hooked(f"module {name!r}" if name else "the model", type(module).__name__)

@@ -295,7 +295,11 @@ def _explain(error: BaseException, model: str) -> CaptureError:
     first = text.split("\n")[0]
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in text or "DynamicOutputShape" in kind or "Unbacked" in text:
-        if any(frame.f_code.co_filename.endswith("batchnorm.py") for frame, _ in traceback.walk_tb(error.__traceback__)):
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if any(code.co_name == "_detect_is_causal_mask" for code in frames):
+            told = "tgt_is_causal (mask_is_causal, is_causal) beside a mask, True or False"
+            return CaptureError("nn.Transformer looks whether a mask is causal", where=where or model, hint=f"pass {told}")
+        if any(code.co_filename.endswith("batchnorm.py") for code in frames):
             return CaptureError("batch norm with momentum=None reads how often it ran", where=where or model, hint="give it a momentum, such as 0.1")
         return CaptureError(
             "the computation depends on the values of a tensor",

@@ -382,6 +382,29 @@ def test_wrappers_inside() -> None:
     assert "the model is a DataParallel" in refusal(nn.DataParallel(Model(mean)))
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_weights_made_by_old_hooks() -> None:
+    for old in (nn.utils.weight_norm, nn.utils.spectral_norm):
+        model = Model(lambda m, h: m.part(h).mean())
+        model.part = old(nn.Linear(4, 4))
+        assert f"part sets its weight anew in a hook (torch.nn.utils.{old.__name__}); use torch.nn.utils.parametrizations" in refusal(model)
+
+
+def test_masks_of_transformers() -> None:
+    """PyTorch reads the values of a mask, unless it is told."""
+
+    def masked(m: Model, h: Tensor, **causal: bool) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=h.dtype)
+        return m.part(h[None], h[None], tgt_mask=mask, **causal).mean()
+
+    model = Model(masked)
+    model.part = nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8, 0.0, batch_first=True), 1)
+    told = "nn.Transformer looks whether a mask is causal; pass tgt_is_causal (mask_is_causal, is_causal) beside a mask, True or False"
+    assert told in refusal(model)
+    model.body = lambda m, h: masked(m, h, tgt_is_causal=True)
+    assert capture(model, (torch.randn(3, 4),)).nodes
+
+
 def test_lazy_modules() -> None:
     model = Model(lambda m, h: m.part(h).mean())
     model.part = nn.LazyLinear(4)

@@ -24,7 +24,7 @@ from hapx.restriction import AUTO, Restriction
 from hapx.runtime.micro_batches import cut_batch
 from hapx.runtime.pipeline import Pipeline
 from hapx.theory.normalise import normalised
-from support.equivalence import TOLERANCE, Mode, Trace, compare, make_optimizer, run_ranks, train_single
+from support.equivalence import MAKING, TOLERANCE, Mode, Trace, compare, make_optimizer, run_ranks, train_single
 
 Inputs = Callable[[int], Sequence[Tensor]]
 
@@ -71,7 +71,9 @@ def train_staged(
     plan: Plan, model_factory: Callable[[], nn.Module], inputs: Inputs, steps: int, optimizer: str, threads: ThreadCommunicator | None = None
 ) -> Trace:
     """On this rank of a plan. Single-device tensors are gathered for the trace."""
-    pipeline = pipeline_on(plan, model_factory(), threads)
+    with MAKING:  # see there
+        module = model_factory()
+    pipeline = pipeline_on(plan, module, threads)
     steps_of = make_optimizer(optimizer, pipeline.module.parameters())
     trace, graph = Trace(), plan.graphs[plan.first]
     for step in range(steps):
