@@ -104,7 +104,6 @@ class HAP(nn.Module):
         self._given: Any = plan
         self._executor: Executor | Pipeline | None = None
         self._loss_scale: Callable[[], float] = lambda: 1.0  # of a gradient scaler: a pipeline's backward passes begin with it
-        self._captured: set[ProgramKey] = set()
         self._seen = Seen()
         self.training = module.training
         object.__setattr__(self, "_twin", self._world.together(lambda: _meta_twin(module), "copying the module"))
@@ -128,7 +127,6 @@ class HAP(nn.Module):
                 f"a pipeline of {stages} takes whole batches", where='HAP(..., inputs="local")', allowed='inputs="global"',
                 hint="a plan without micro-batches takes the ranks' own shares: plan with micro_batches=1",
             )  # fmt: skip
-        self._captured = {found.first} if compared else set()
         if compared:
             known = self._world.together(lambda: self._conditions(call, example_inputs), "reading the inputs")
             flags = {f"{n}.training" if n else "training": m.training for n, m in self._twin.named_modules()}  # as it was planned
@@ -175,7 +173,7 @@ class HAP(nn.Module):
             self._start(self._example(call), call)
         executor = self._running()
         changed = self._seen.changed(key, now)
-        if key in executor.plan.graphs and key in self._captured and not changed:
+        if key in executor.plan.graphs and key in self._seen and not changed:
             return
 
         def make() -> str:
@@ -195,7 +193,6 @@ class HAP(nn.Module):
         text = self._world.from_first(make, "planning")
         if text:
             executor.plan = self._world.together(lambda: _checked(text, self._cluster), "reading the plan")
-        self._captured.add(key)
         self._seen.accept(key, now)
 
     def _conditions(self, call: Inputs | None, example: Any = None) -> Conditions:

@@ -289,6 +289,11 @@ class Graph:
         return {o.name: i for i, n in enumerate(self.nodes) for o in n.outputs}
 
     @cached_property
+    def written(self) -> Mapping[str, str]:
+        """Buffer -> the tensor that is its new value after the pass. (Statistics that an operator changes itself are `TensorRef.mutated`.)"""
+        return {o.target: o.tensor for o in self.outputs if o.role == "buffer" and o.target is not None}
+
+    @cached_property
     def consumers(self) -> Mapping[str, tuple[int, ...]]:
         """Tensor name -> indices of the nodes that use it, ascending, each once."""
         uses: dict[str, list[int]] = {name: [] for name in self.refs}

@@ -75,7 +75,7 @@ class freeing:
 
     def __init__(self) -> None:
         self._parameters: dict[int, FreedParameter] = {}
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor())
         self._before: freeing | None = None
 
     def __enter__(self) -> freeing:
@@ -95,7 +95,7 @@ class freeing:
         kept = self._pack(source.detach())
 
         def again() -> Tensor:
-            return regather(self._unpack(kept))
+            return regather(kept.tensor())
 
         storage = gathered.untyped_storage()
         if storage.nbytes():
@@ -108,10 +108,6 @@ class freeing:
         if parameter is None or parameter.storage() is not storage or parameter.dtype != t.dtype:
             return Kept(t, t._version)
         return _Token(parameter, t)
-
-    @staticmethod
-    def _unpack(kept: _Token | Kept) -> Tensor:
-        return kept.tensor()
 
 
 def free_after_forward(gathered: Tensor, regather: Callable[[Tensor], Tensor], source: Tensor) -> None:

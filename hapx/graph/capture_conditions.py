@@ -42,7 +42,7 @@ def conditions(module: nn.Module, call: Inputs, with_loss_fn: bool = False) -> C
     found |= {f"argument {name}": value for name, value in _leaves(given)}
     for name, m in module.named_modules():
         own = vars(m)
-        found[f"module {name!r}"] = type(m), *[len(own[hooks]) for hooks in HOOKS]
+        found[f"module {name!r}"] = _kind(m)
         prefix = f"{name}." if name else ""
         for key, value in own.items():
             if type(value) in _CONTAINERS:  # most of them; this runs at every call
@@ -53,6 +53,11 @@ def conditions(module: nn.Module, call: Inputs, with_loss_fn: bool = False) -> C
                 found[prefix + key] = id(value), 0 if value.is_inference() else value._version
     found |= {f"{name}.requires_grad": p.requires_grad for name, p in module.named_parameters()}
     return found
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """What must not change: its class, and how many hooks it has."""
+    return type(module), *[len(vars(module)[hooks]) for hooks in HOOKS]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -74,6 +79,10 @@ class Seen:
         self._known: dict[ProgramKey, list[Conditions]] = {}
         self._last: Conditions | None = None
         self._unread: Counter[str] = Counter()  # how often a name changed without effect
+
+    def __contains__(self, key: ProgramKey) -> bool:
+        """Whether any are known."""
+        return key in self._known
 
     def changed(self, key: ProgramKey, now: Conditions) -> tuple[str, ...]:
         """What differs from the last conditions that are known, if these are not; of a program of which none are known, nothing."""
@@ -126,8 +135,7 @@ def _told(name: str, values: Conditions) -> str:
 def renew(twin: nn.Module, module: nn.Module) -> None:
     """Gives a copy of the module the flags and attributes that the module has now. Raises PlanError where its modules are others."""
     modules, others = dict(module.named_modules()), dict(twin.named_modules())
-    hooks = [sum(len(getattr(m, h)) for m in of.values() for h in HOOKS) for of in (modules, others)]
-    if {n: type(m) for n, m in modules.items()} != {n: type(m) for n, m in others.items()} or hooks[0] != hooks[1]:
+    if {n: _kind(m) for n, m in modules.items()} != {n: _kind(m) for n, m in others.items()}:
         raise PlanError("submodules or hooks of the model were changed", where=type(module).__name__, hint="change them first, then call hapx.HAP")
     for name, m in modules.items():
         vars(others[name]).update({k: v for k, v in vars(m).items() if isinstance(v, (*PLAIN, Tensor))})

@@ -132,7 +132,7 @@ def check_functions(module: nn.Module, loss_fn: Callable[..., Any] | None) -> No
     for function in user_functions(module, loss_fn, _globals):
         code = function.__code__
         found = [(f"the global {name!r}", function.__globals__.get(name)) for name in _globals(code)]
-        found += [(f"the outer variable {name!r}", value) for name, value in _outer(function)]
+        found += [(f"the outer variable {name!r}", value) for name, _, value in _outer(function)]
         for what, value in found:
             held = list(value.parameters()) if isinstance(value, nn.Module) else [value] if isinstance(value, Tensor) else []
             if id(value) not in own and any(p.requires_grad for p in held):
@@ -144,21 +144,31 @@ def check_functions(module: nn.Module, loss_fn: Callable[..., Any] | None) -> No
 
 def _globals(code: CodeType) -> Iterator[str]:
     """Global variables that a function reads, nested functions included; not the attributes."""
-    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+    return (i.argval for own in _codes(code) for i in dis.get_instructions(own) if i.opname == "LOAD_GLOBAL")
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names that a function uses, nested functions included."""
+    return (name for own in _codes(code) for name in own.co_names)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code and that of the functions inside of it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _globals(constant)
+            yield from _codes(constant)
 
 
-def _outer(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Variables of the functions around a function."""
+def _outer(function: FunctionType) -> Iterator[tuple[str, Any, Any]]:
+    """Variables of the functions around a function: name, cell, value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not filled yet
-            yield name, cell.cell_contents
+            yield name, cell, cell.cell_contents
 
 
 def user_functions(
-    module: nn.Module, loss_fn: Callable[..., Any] | None, names: Callable[[CodeType], Iterator[str]] | None = None
+    module: nn.Module, loss_fn: Callable[..., Any] | None, names: Callable[[CodeType], Iterator[str]] = _names
 ) -> Iterator[FunctionType]:  # fmt: skip
     """The forward functions of all submodules, functions among their attributes, and the functions that these name. Not those of installed
     packages: their global variables are caches. names: of global variables in a function, by default all that have the name of anything in it."""
@@ -176,15 +186,7 @@ def user_functions(
         if function.__code__.co_filename.startswith(INSTALLED):
             continue
         yield function
-        pending += [function.__globals__.get(n) for n in (names or _names)(function.__code__)]
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Names that a function uses, nested functions included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+        pending += [function.__globals__.get(n) for n in names(function.__code__)]
 
 
 @dataclass
@@ -230,11 +232,7 @@ def _watched(functions: Iterator[FunctionType]) -> Iterator[_Watched]:
             if name in space and isinstance(value, PLAIN) and (id(space), name) not in seen:
                 seen.add((id(space), name))
                 yield _Watched(f"the global {name!r}", where, _getter(space, name), _setter(space, name), value, _copied(value))
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not filled yet
-                continue
+        for name, cell, value in _outer(function):
             if isinstance(value, PLAIN) and (id(cell), "") not in seen:
                 seen.add((id(cell), ""))
                 yield _Watched(f"the outer variable {name!r}", where, _contents(cell), _refill(cell), value, _copied(value))

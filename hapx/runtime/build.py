@@ -113,7 +113,7 @@ def snapshots(graph: Graph) -> frozenset[str]:
     for node in reversed(graph.nodes):
         here = any(o.requires_grad or counts.get(o.name, False) for o in node.outputs)
         counts |= {name: here or counts.get(name, False) for name in node.call.refs()}
-    return frozenset(o.target for o in graph.outputs if o.role == "buffer" and o.target is not None and counts.get(o.target, False))
+    return frozenset(name for name in graph.written if counts.get(name, False))
 
 
 class _Builder:
@@ -134,7 +134,7 @@ class _Builder:
         self.entered: dict[Key, fx.Node] = {}
         self.entries: list[Synchronise] = []
         self.uses: list[Use] = []
-        self.written = {o.target for o in self.graph.outputs if o.role == "buffer"} | {r.name for r in self.graph.refs.values() if r.mutated}
+        self.written = self.graph.written.keys() | {r.name for r in self.graph.refs.values() if r.mutated}
 
     def build(self, bucket_bytes: int) -> LocalProgram:
         parameters, buffers, inputs = self._placeholders()

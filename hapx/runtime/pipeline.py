@@ -285,7 +285,7 @@ def _drifts(plan: Plan) -> bool:
 def _check_buffers(plan: Plan) -> None:
     """Raises PlanError where a buffer is written by stages that are not on the same devices as all that use it."""
     for graph in plan.graphs.values():
-        written = {o.target for o in graph.outputs if o.role == "buffer"} | {r.name for r in graph.of_kind(Kind.BUFFER) if r.mutated}
+        written = graph.written.keys() | {r.name for r in graph.of_kind(Kind.BUFFER) if r.mutated}
         for stored in plan.storage:
             homes = {plan.stages[c.stage].devices for c in stored.copies}
             if len(homes) > 1 and written & {stored.name, *stored.aliases}:

@@ -42,7 +42,7 @@ def _together(graph: Graph) -> Iterator[tuple[int, int]]:
         for name, _ in node.casts:
             if name in graph.producer:
                 yield graph.producer[name], i
-    written = {o.target: o.tensor for o in graph.outputs if o.role == "buffer" and o.target is not None}
+    written = graph.written
     for name in {*written, *(r.name for r in graph.refs.values() if r.mutated)}:
         nodes = list(graph.consumers[name])
         if written.get(name) in graph.producer:

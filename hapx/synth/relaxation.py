@@ -158,9 +158,7 @@ class Relaxation:
                 break
         if not possible:
             more, even = np.full_like(more, np.inf), True
-        least = mine[GENERAL][0] + offset
-        if level >= self._cutting:  # see `_tabulate`
-            more, least = np.full_like(more, more.min()), np.full_like(least, least.min())
+        more, least = self._through(level, more), self._through(level, mine[GENERAL][0] + offset)
         below = [(self.context(tuple([u for u in uses if u.level < level])), tuple(more.tolist()))]
         if level > 0 and not even:
             below.append((self.until(level), tuple(least.tolist())))
@@ -194,6 +192,10 @@ class Relaxation:
         more = np.where(np.isfinite(more), more, 0.0)
         finite = np.where(np.isfinite(added), added, more)
         return more, bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + rows[GENERAL].max())).all())
+
+    def _through(self, level: int, more: Array) -> Array:
+        """What may be added to tables below a level by which the table before it is larger: see `_tabulate`."""
+        return more if level < self._cutting else np.full_like(more, more.min())
 
     def _used(self, use: Use, needs: Numbers, last: bool) -> Array:
         """(choice, weights) -> what a use adds to the price of each choice of its step, which knows that of storing a parameter. last: see
@@ -232,10 +234,10 @@ class Relaxation:
             table = self._table(use)
             gains = np.zeros((len(table.placements), len(self.weights)))
             if again is not None and self.outline.again[again] is None:
+                level, nothing = use.level + 1, np.zeros(len(self.weights))
                 for mask in dict.fromkeys(closures := [table.closure(p) for p in range(len(table.placements))]):
-                    known = self._known(self.context((Use(*again, mask),)), use.level + 1, np.zeros(len(self.weights)))
-                    more, _ = self._added(use.level + 1, known, np.zeros(len(self.weights)))
-                    gains[[p for p, own in enumerate(closures) if own == mask]] = more if use.level + 1 < self._cutting else more.min()
+                    more, _ = self._added(level, self._known(self.context((Use(*again, mask),)), level, nothing), nothing)
+                    gains[[p for p, own in enumerate(closures) if own == mask]] = self._through(level, more)
             self._later[key] = gains
         return self._later[key]
 

@@ -35,7 +35,7 @@ class Count:
 def from_inputs(graph: Graph) -> frozenset[str]:
     """Tensors that depend on nothing but inputs, constants and buffers that are never written."""
     found = {r.name for r in graph.refs.values() if r.kind in (Kind.INPUT, Kind.CONSTANT, Kind.BUFFER) and not (r.mutated or r.requires_grad)}
-    found -= {o.target for o in graph.outputs if o.role == "buffer" and o.target is not None} | set(graph.producer)
+    found -= graph.written.keys() | graph.producer.keys()
     for node in graph.nodes:
         if not {"random", "in place"} & set(node.tags) and all(name in found for name in node.call.refs()):
             found.update(o.name for o in node.outputs)

@@ -204,9 +204,8 @@ def _all_stored(graph: Graph, mesh: Mesh, grains: Grains) -> dict[str, tuple[Pla
     """Per parameter and buffer, where it may be kept: one object for those that are alike."""
     known: dict[object, tuple[Placement, ...]] = {}
     found: dict[str, tuple[Placement, ...]] = {}
-    written = {o.target for o in graph.outputs if o.role == "buffer"}
     for ref in (r for kind in STORED for r in graph.of_kind(kind)):
-        if ref.name in written:  # by what is given whole (`_allowed`)
+        if ref.name in graph.written:  # by what is given whole (`_allowed`)
             found[ref.name] = (Placement((REPLICATED,) * len(mesh.axes)),)
             continue
         segments = graph.segments_of[ref.name]

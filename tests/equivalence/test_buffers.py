@@ -17,13 +17,20 @@ from support.clusters import TWO
 from support.equivalence import MAKING, assert_equivalent, run_ranks
 
 
-class Queue(nn.Module):
-    """As in MoCo: contrast with what is in a queue, then put the keys there."""
+class Projected(nn.Module):
+    """What the models begin with."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.project = nn.Linear(5, 4)
+
+
+class Queue(Projected):
+    """As in MoCo: contrast with what is in a queue, then put the keys there."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.register_buffer("queue", torch.randn(8, 4))
 
     def forward(self, x: Tensor, key: Tensor) -> Tensor:
@@ -35,13 +42,11 @@ class Queue(nn.Module):
         return loss
 
 
-class Running(nn.Module):
+class Running(Projected):
     """A norm by hand: divides by what it knew, then learns; the old value by way of a view."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.project = nn.Linear(5, 4)
         self.register_buffer("scale", torch.linspace(1.0, 2.0, 4))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
@@ -53,13 +58,11 @@ class Running(nn.Module):
         return loss
 
 
-class Written(nn.Module):
+class Written(Projected):
     """In place, after a copy was taken."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.project = nn.Linear(5, 4)
         self.register_buffer("scale", torch.linspace(1.0, 2.0, 4))
 
     def forward(self, x: Tensor, key: Tensor) -> Tensor:

@@ -61,15 +61,18 @@ def test_bounds_of_choices_never_exceed_the_cheapest_completion() -> None:
     assert checked > 100
 
 
-def test_joins_sharpen_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("coming", [False, True])
+def test_joins_sharpen_the_bound(monkeypatch: pytest.MonkeyPatch, coming: bool) -> None:
+    """coming: with what a parameter's second use adds, which is counted from a higher table on then, and lifts that less."""
+    if not coming:
+        monkeypatch.setattr(relaxation.Relaxation, "coming", lambda *_: None)
     starts = []
     for many, near in ((99, -1), (joins.MANY, joins.NEAR)):
         monkeypatch.setattr(joins, "MANY", many)
         monkeypatch.setattr(joins, "NEAR", near)
         found = [branching(seed, 4).start() for seed in range(300, 360)]
         starts.append([state.estimate for state in found if state is not None])
-    # what a parameter's second use adds is counted from a higher table on, which it lifts less
-    assert all(a <= b * 1.02 for a, b in zip(*starts, strict=True))
+    assert all(a <= b * (1.02 if coming else 1 + 1e-12) for a, b in zip(*starts, strict=True))
     assert sum(a < 0.99 * b for a, b in zip(*starts, strict=True)) >= 20
 
 
