@@ -103,8 +103,10 @@ class Seen:
         known = self._known.setdefault(key, [])
         if known and now not in known:
             for name in self._differing(known[-1], now):
+                if not _is_attribute(name):
+                    continue
                 self._unread[name] += 1
-                if self._unread[name] == ENOUGH and name in now and not name.startswith(("argument ", "the dtype ")):
+                if self._unread[name] == ENOUGH:
                     warnings.warn(
                         f"{name} changed {ENOUGH} times without changing what the model computes; it is not looked at any more",
                         UnreadAttributeWarning, stacklevel=2,
@@ -123,6 +125,11 @@ class Seen:
     def _differing(self, before: Conditions, now: Conditions) -> set[str]:
         names = {n for n in before.keys() | now.keys() if before.get(n, _told) != now.get(n, _told)}
         return {n for n in names if self._unread[n] < ENOUGH}
+
+
+def _is_attribute(name: str) -> bool:
+    """Whether it is an attribute of the user's: what is part of the call, flags and modules are always looked at."""
+    return not name.startswith(("argument ", "the dtype ", "module ")) and name.rpartition(".")[2] not in ("training", "requires_grad")
 
 
 def _told(name: str, values: Conditions) -> str:

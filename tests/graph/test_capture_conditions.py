@@ -107,6 +107,18 @@ def test_what_changes_often_without_effect_is_left_out_in_the_end() -> None:
     assert seen.changed(KEY, of(model)) == ("beta",)
 
 
+def test_arguments_dtypes_and_flags_are_always_looked_at() -> None:
+    model, seen = Model(), Seen()
+    seen.accept(KEY, of(model, 0.0))
+    for step in range(1, 2 * ENOUGH):
+        model.drop.train(step % 2 == 0)
+        model.linear.bias.requires_grad_(step % 2 == 0)
+        now = of(model, float(step), dtype=(torch.float32, torch.float64)[step % 2])
+        expected = ("argument scale", "drop.training", "linear.bias.requires_grad", "the dtype of input 'x'")
+        assert seen.changed(KEY, now) == expected
+        seen.accept(KEY, now)
+
+
 def test_a_copy_gets_what_was_changed() -> None:
     model = Model()
     twin = copy.deepcopy(model)
