@@ -40,6 +40,7 @@ from hapx.runtime.launch import World, join
 from hapx.runtime.local_inputs import LocalInputs
 from hapx.runtime.pipeline import Pipeline
 from hapx.runtime.results import rebuild
+from hapx.runtime.whole_gradients import watch
 from hapx.theory.normalise import normalised
 from hapx.verify import verify
 
@@ -139,6 +140,7 @@ class HAP(nn.Module):
             options["scale"] = lambda: self._loss_scale()
             start = lambda: Pipeline(found, self._world.rank, self.module, groups, ProcessGroupCommunicator(), create_messenger, **options)  # noqa: E731
         self._executor = self._world.together(start, "sharding the model")
+        watch(self._executor.store)
 
     def _first_plan(self, example_inputs: Any) -> tuple[str, bool]:
         """On rank 0: a new plan, or the user's; and whether its graph is known to be the model's."""
