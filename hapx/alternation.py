@@ -322,7 +322,7 @@ class Alternation:
             self.searched.add(at)
             self.counters.alternations += 1
             self.told("searching", best)
-            solution, others = self._solutions(lengths, above if best == inf else inf)
+            solution, others = self._solutions(lengths, above if best == inf else inf, min([known, *(c.cost for c in self.found.values())]))
             if solution is None and not others:
                 return "hopeless"
             if solution is not None:
@@ -384,13 +384,14 @@ class Alternation:
             known = self.goals[id(solution.steps)] = solution, objective(solution.steps, solution.storage, len(self.sizes))
         return known[1]
 
-    def _solutions(self, lengths: Lengths, above: float = inf) -> tuple[Solution | None, tuple[Solution, ...]]:
+    def _solutions(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...]]:
         """The best program at these lengths whose peak fits, if any does; and what other ratios may make fit: the cheapest program without limits,
-        then, where none fits, the one of least memory. Nothing where all programs take more than `above`."""
+        then, where none fits, the one of least memory. Nothing where all programs take more than `above`; a good one will do where all take more than
+        `known`."""
         shares, spare = self.costs.lengths_to_shares(lengths), None
         others: tuple[Solution, ...] = ()
         for _ in range(CORRECTIONS):
-            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above)
+            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known)
             for solution in (found,) if found is not None else others:
                 self.counters.search.add(solution.statistics)
             if found is not None:

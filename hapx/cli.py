@@ -6,6 +6,8 @@ Torch and the planner are imported by the commands that need them, not by this m
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import importlib.util
 import sys
@@ -45,6 +47,7 @@ def main() -> None:
             usual(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show_one_line
+    atexit.register(gc.freeze)  # nothing is left to be done: looking for garbage in all that planning has made would take seconds
     app()
 
 

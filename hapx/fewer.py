@@ -16,16 +16,17 @@ from hapx.cluster.spec import ClusterSpec
 from hapx.errors import InsufficientMemoryError, PlanError
 from hapx.inter_op import at_full_speed
 from hapx.plan import Plan
-from hapx.planner import plan_spmd
+from hapx.planner import plan_spmd, views
 from hapx.stages.submeshes import shape_of
 from hapx.theory.discover import discover
 
 WORTH = 0.05  # of the time: what less would be gained is not told
+ROUGH = 0.01  # how far from the optimum programs of parts may be: only whether they are faster is wanted
 
 
 def with_fewer(asked: Setting, plan: Plan) -> Plan:
     """The plan, with the fastest part of the devices in `plan.statistics["fewer"]` (devices, seconds) if it is faster than all of them, run by one
-    program. A part that would be slower even at full speed is not planned."""
+    program on the flat mesh. A part that would be slower even at full speed is not planned."""
     if asked.rule.mesh not in ("auto", "flat") or isinstance(asked.rule.ratios, tuple):
         return plan
     with warnings.catch_warnings():
@@ -49,13 +50,15 @@ def _fastest(asked: Setting, best: float) -> tuple[tuple[int, ...], float] | Non
         if least[devices] >= best:
             break
         with suppress(InsufficientMemoryError, PlanError):
-            seconds = plan_spmd(replace(settings[devices], graph=graph), Counters())[0].time
+            setting = replace(settings[devices], graph=graph)
+            seconds = plan_spmd(setting, Counters(), views(setting.cluster, setting.rule)[:1])[0].time
             best, found = (seconds, (devices, seconds)) if seconds < best else (best, found)
     return found
 
 
 def _of_part(asked: Setting, devices: tuple[int, ...]) -> Setting:
-    return replace(asked, rule=replace(asked.rule, segments="none"), cluster=asked.cluster.part(devices), progress=None, old=None)
+    rule, cluster = replace(asked.rule, segments="none"), asked.cluster.part(devices)
+    return replace(asked, rule=rule, cluster=cluster, progress=None, old=None, start={}, within=ROUGH)
 
 
 def parts(cluster: ClusterSpec) -> Iterator[tuple[int, ...]]:

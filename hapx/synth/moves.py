@@ -12,8 +12,9 @@ Invariant: for every way to do the step with a choice there is a move of that ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from itertools import accumulate
-from operator import mul, truediv
+from operator import and_, mul, truediv
 from typing import NamedTuple, TypeVar
 
 from hapx.cost.terms import Shares
@@ -95,7 +96,7 @@ class Moves:
         """The moves of one choice of a step whose slots have these masks, cheapest first."""
         key = id(kind), masks, choice
         if key not in self._moves:
-            self._moves[key] = self._undominated(self._of_choice(kind, masks, kind.choices[choice], self.effects(kind)[choice]))
+            self._moves[key] = undominated(self._of_choice(kind, masks, kind.choices[choice], self.effects(kind)[choice]), self.memory)
         return self._moves[key]
 
     def again(self, kind: StepClass, move: Move) -> Move:
@@ -145,7 +146,7 @@ class Moves:
                 for option in self.options(table, after[slot], target, tracked)
             ]
             if len(ways) > MANY:
-                ways = list(self._undominated(ways))
+                ways = list(undominated(ways, self.memory))
                 if self.memory and len(ways) > MOST:
                     raise Crowded
         return ways
@@ -155,7 +156,7 @@ class Moves:
         key = id(table), mask, target, tracked
         if key not in self._options:
             found = self._stored(table, target, once=not tracked) if mask == 0 else self._converted(table, mask, target)
-            self._options[key] = self._undominated(found if tracked else (o._replace(place=0) for o in found))
+            self._options[key] = undominated(found if tracked else (o._replace(place=0) for o in found), self.memory)
         return self._options[key]
 
     def _converted(self, table: TensorTable, mask: int, target: int) -> Iterator[Option]:
@@ -237,16 +238,27 @@ class Moves:
             return effect
         return self.nothing._replace(forward=tuple(map(truediv, effect.memory, self.capacity)), memory=effect.memory)
 
-    def _undominated(self, items: Iterable[Item]) -> tuple[Item, ...]:
-        found = list(items)
-        if len(found) < 2:
-            return tuple(found)
-        kept: list[Item] = []
-        for item in sorted(found, key=lambda x: (x.effect.weight, sum(x.effect.memory), -x.place.bit_count())):
-            effect, place = item.effect, item.place
-            if not any(other.place & place == place and cheaper(other.effect, effect, self.memory) for other in kept):
-                kept.append(item)
-        return tuple(kept)
+
+def undominated(items: Iterable[Item], memory: bool) -> tuple[Item, ...]:
+    """Those that no other one covers, the cheapest first; of those that cover each other, one. memory: bytes count, too."""
+    found = list(items)
+    if len(found) < 2:
+        return tuple(found)
+    always = reduce(and_, [item.place for item in found])
+    kept: list[Item] = []
+    having: dict[int, int] = {}  # by what is available, the items of `kept` with which it is: a bit for each
+    for item in sorted(found, key=lambda x: (x.effect.weight, sum(x.effect.memory), -x.place.bit_count())):
+        effect, own = item.effect, tuple(bits(item.place & ~always))
+        leaving = (1 << len(kept)) - 1  # those that leave at least as much available
+        for bit in own:
+            leaving &= having.get(bit, 0)
+            if not leaving:
+                break
+        if not (leaving and any(cheaper(kept[i].effect, effect, memory) for i in bits(leaving))):
+            for bit in own:
+                having[bit] = having.get(bit, 0) | 1 << len(kept)
+            kept.append(item)
+    return tuple(kept)
 
 
 def _cheapest(candidates: list[tuple[Effect, Path]]) -> Iterator[tuple[Effect, Path]]:

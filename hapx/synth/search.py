@@ -76,17 +76,19 @@ def solve(problem: Problem, shares: Shares, limits: Vector | None, key: ProgramK
 
 def attempt(
     problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None, budget: int | None = BUDGET,
-    above: float = inf,
+    above: float = inf, known: float = inf,
 ) -> tuple[Solution | None, tuple[Solution, ...]]:  # fmt: skip
     """As `solve`, with what other ratios may make fit where memory binds: the cheapest program, and the one of least memory if nothing was found.
     budget: small problems where memory binds are searched to the end with it; None: only with prices of memory. above: seconds; nothing at all where
-    the bound says that every program takes more."""
+    the bound says that every program takes more. known: seconds of a program at other shares; where the bound says that every program takes more than
+    that, a good one will do: it is wanted for the ratios that it leads to."""
     statistics = Statistics()
     domain = Synthesis(problem, shares, None)
     start = domain.start()
     if start is not None and start.estimate > above:
         return None, ()
-    best = _search(domain, statistics)
+    far = start is not None and start.estimate > known
+    best = _search(domain, statistics, budget=SHORT if far else BUDGET, wide=not far)
     if best is None:
         raise _stuck(problem)
     bound = best.estimate * (1 - statistics.gap)
@@ -194,7 +196,7 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     pace = PACE if len(problem.steps) > EXACT else ()
     best = search(domain, own, best, min(budget, SHORT) if short else budget, within, problem.watch, pace)
     before = best
-    if wide:
+    if wide and not problem.within:
         best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1] if problem.exposed == 1 else PARTLY, within)
     solvable = len(problem.theory.mesh.axes) == 1 and len(problem.steps) <= NEARLY[1] and tolerance is None and not short
     if best is not None and best is not before and solvable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from random import Random
 
 import pytest
 import torch
@@ -15,9 +16,35 @@ from hapx.graph.capture import capture
 from hapx.planner import key_of, views
 from hapx.restriction import AUTO
 from hapx.synth import moves
+from hapx.synth.effect import Effect, cheaper
 from hapx.synth.problem import build
 from hapx.synth.search import solve
 from hapx.theory.derive import derive
+
+
+def random_option(random: Random, bits: int) -> moves.Option:
+    """With few different numbers, so that many cover others."""
+
+    def vector() -> tuple[float, ...]:
+        return tuple(float(random.randint(0, 2)) for _ in range(2))
+
+    effect = Effect(float(random.randint(0, 3)), random.choice((None, vector())), vector(), random.choice((None, vector())), vector(), vector())
+    return moves.Option(effect, random.getrandbits(bits) | random.getrandbits(bits) | 1, None, None)
+
+
+def covers(a: moves.Option, b: moves.Option, memory: bool) -> bool:
+    return a.place & b.place == b.place and cheaper(a.effect, b.effect, memory)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_others_cover_is_left_out_and_nothing_else(seed: int, memory: bool) -> None:
+    random = Random(seed)
+    options = [random_option(random, random.choice((3, 80))) for _ in range(random.randint(1, 120))]
+    kept = moves.undominated(options, memory)
+    assert all(any(covers(a, b, memory) for a in kept) for b in options)
+    assert not any(covers(a, b, memory) for i, b in enumerate(kept) for a in kept[:i])
+    assert [o.effect.weight for o in kept] == sorted(o.effect.weight for o in kept)
 
 
 @pytest.mark.parametrize("seed", range(0, 60, 3))
