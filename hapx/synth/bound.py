@@ -74,6 +74,13 @@ class Bound:
             best = max(best, (sum(forward) + sum(backward)) / self.kinds + rest[-1])
         return cost + best
 
+    def several(self, level: int, cost: Array, forward: Array, backward: Array) -> Array:
+        """As `estimate`, of partial programs at a level; whatever is available."""
+        weights = self.relaxation.weights
+        pending = forward @ weights.forward.T + backward @ weights.backward.T
+        best: Array = (pending + self._part(level, self.relaxation.general, GENERAL, 0)).max(axis=1)
+        return cost + best
+
     def choices(self, level: int, place: int, cost: float, forward: Vector, backward: Vector) -> Array:
         """Per choice of a step, a lower bound of the cost of a program that has `cost` and these pending vectors before it."""
         weights = self.relaxation.weights

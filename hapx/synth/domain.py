@@ -13,18 +13,20 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from math import inf
 from operator import add, le, mul, sub
+from typing import NamedTuple
 
 import numpy as np
 
 from hapx.cost.terms import Shares
 from hapx.synth.bound import Bound
-from hapx.synth.effect import Effect, Vector, compose, plus, repeated
+from hapx.synth.effect import Effect, Effects, Vector, compose, plus, repeated
 from hapx.synth.moves import Move, Moves
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
 from hapx.synth.seeds import Mask
 
 ROUNDING = 1e-12  # of an estimate: more than rounding does to what is spent
+MANY = 32  # moves of a choice, from which on those that are hopeless are looked for in arrays
 
 
 class State:
@@ -54,6 +56,13 @@ def moves_of(last: State) -> list[Move]:
     return moves
 
 
+class Following(NamedTuple):
+    """The moves of a choice with the bits of a partial program that they set. effects: theirs, where there are many moves."""
+
+    moves: list[tuple[Move, int]]
+    effects: Effects | None
+
+
 class Synthesis:
     """The domain of the A* search: partial programs of a problem at given shares. limits: bytes per kind, or None if they cannot bind; capacity:
     see `Moves`. prices: without limits, part of every cost; with limits, they only sharpen the bound, as Lagrangian multipliers: what fits costs at
@@ -73,7 +82,7 @@ class Synthesis:
         self.repetition: Repetition = self.bound.relaxation.repetition
         self.only: Mapping[int, Mask] | None = None  # by id of a step class, the choices that are looked at
         self.bounded = self.unfit = 0  # what was not followed: for the bound, for the limits
-        self._expanded: list[dict[tuple[int, int], list[tuple[Move, int]]]] = [{} for _ in problem.steps]
+        self._expanded: list[dict[tuple[int, int], Following]] = [{} for _ in problem.steps]
         self._parts: dict[int, list[tuple[int, int, int]]] = {}
         self._left = self._least_memory() if limits is not None else []
 
@@ -97,7 +106,7 @@ class Synthesis:
             chosen = chosen[np.argsort(estimates[chosen], kind="stable")[:most]]
         reads = state.place & self.problem.steps[state.level].reads
         for choice in chosen.tolist():
-            yield from self._follow(state, self._moves(state.level, reads, choice), limit)
+            yield from self._follow(state, self._promising(state, self._moves(state.level, reads, choice), limit), limit)
 
     def follow(self, last: State) -> State | None:
         """A program that was found at other shares or prices, at these; None where it does not fit."""
@@ -131,7 +140,7 @@ class Synthesis:
             return None
         if self.repetition.jump(state.level) is not None:
             return self._leap(state, made, limit)
-        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads, made[0].choice.index)
+        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads, made[0].choice.index).moves
         return list(self._follow(state, [m for m in moves if m[0] is made[0]], limit))
 
     def leaps(self, state: State, limit: float) -> list[State]:
@@ -227,13 +236,24 @@ class Synthesis:
             return 0.0
         return float(sum(map(mul, self._multipliers, map(sub, memory, self.limits))))
 
-    def _moves(self, level: int, mask: int, choice: int) -> list[tuple[Move, int]]:
-        """The moves of a choice, and the bits of a partial program that they set."""
+    def _promising(self, state: State, following: Following, limit: float) -> list[tuple[Move, int]]:
+        """The moves that may lead to a program below the limit; only of many are those that do not looked for."""
+        level, (moves, effects) = state.level + 1, following
+        if effects is None or level == self.depth:
+            return moves
+        estimates = self.bound.several(level, *effects.after(state.cost, state.forward, state.backward))
+        chosen = np.flatnonzero(estimates < limit * (1 + ROUNDING))
+        self.bounded += len(moves) - len(chosen)
+        return [moves[i] for i in chosen.tolist()]
+
+    def _moves(self, level: int, mask: int, choice: int) -> Following:
         known = self._expanded[level]
         if (mask, choice) not in known:
             step, kind = self.problem.steps[level], self.problem.steps[level].kind
             masks = tuple(s.fixed if s.fixed is not None else mask >> at & s.table.full for s, at in zip(kind.slots, step.slot_shifts, strict=True))
-            known[mask, choice] = [(m, self._made(level, m)) for m in self.moves.at(kind, masks, choice)]
+            found = self.moves.at(kind, masks, choice)
+            effects = Effects([m.effect for m in found]) if len(found) > MANY and self.limits is None else None
+            known[mask, choice] = Following([(m, self._made(level, m)) for m in found], effects)
         return known[mask, choice]
 
     def _made(self, level: int, move: Move) -> int:

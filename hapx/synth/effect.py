@@ -11,9 +11,13 @@ Invariant: effects compose associatively, and `excess(a, b) <= 0` means that rep
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import add, le, sub
 from typing import Literal, NamedTuple
+
+import numpy as np
+
+from hapx.cost.edges import Array
 
 Vector = tuple[float, ...]
 INFINITY = float("inf")
@@ -99,6 +103,33 @@ def _excess(a_pre: Vector | None, a: Vector, b_pre: Vector | None, b: Vector) ->
 def cheaper(a: Effect, b: Effect, memory: bool) -> bool:
     """Whether a can always stand for b (`memory`: bytes count too)."""
     return excess(a, b) <= 1e-13 * b.weight and (not memory or all(map(le, a.memory, b.memory)))
+
+
+class Effects:
+    """Effects as arrays, which follow a partial program all at once."""
+
+    def __init__(self, effects: Sequence[Effect]):
+        self.const = np.array([e.const for e in effects])
+        self.forward = _Direction([e.forward_pre for e in effects], [e.forward for e in effects])
+        self.backward = _Direction([e.backward_pre for e in effects], [e.backward for e in effects])
+
+    def after(self, cost: float, forward: Vector, backward: Vector) -> tuple[Array, Array, Array]:
+        """(effect,), (effect, kind), (effect, kind): cost and pending compute after each."""
+        there, pending_forward = self.forward.after(forward)
+        back, pending_backward = self.backward.after(backward)
+        return cost + self.const + there + back, pending_forward, pending_backward
+
+
+class _Direction:
+    def __init__(self, pre: Sequence[Vector | None], post: Sequence[Vector]):
+        self.cuts = np.array([p is not None for p in pre])
+        self.pre = np.array([p if p is not None else (0.0,) * len(q) for p, q in zip(pre, post, strict=True)])
+        self.post = np.array(post)
+
+    def after(self, pending: Vector) -> tuple[Array, Array]:
+        """What is paid, and what is pending then."""
+        paid = np.where(self.cuts, (self.pre + pending).max(axis=1), 0.0)
+        return paid, self.post + np.where(self.cuts[:, None], 0.0, pending)
 
 
 Event = tuple[Literal["forward", "backward", "synchronise"], Vector, bool]

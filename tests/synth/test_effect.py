@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hapx.synth.effect import Effect, compose, excess
+from hapx.synth.effect import Effect, Effects, compose, excess
 
 
 def random_effect(rng: random.Random) -> Effect:
@@ -37,6 +37,16 @@ def test_compose_is_one_after_the_other(seed):
     apart = apply(b, *apply(a, *start))
     assert both[0] == pytest.approx(apart[0])
     assert both[1] == pytest.approx(apart[1]) and both[2] == pytest.approx(apart[2])
+
+
+def test_arrays_of_effects_are_effects_one_by_one():
+    rng = random.Random(0)
+    effects = [random_effect(rng) for _ in range(40)]
+    start = (1.0, (0.3, 0.0, 2.0), (0.0, 1.0, 0.5))
+    for effect, *found in zip(effects, *Effects(effects).after(*start), strict=True):
+        cost, forward, backward = apply(effect, *start)
+        assert found[0] == pytest.approx(cost)
+        assert tuple(found[1]) == pytest.approx(forward) and tuple(found[2]) == pytest.approx(backward)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -10,6 +10,7 @@ from hapx.errors import InsufficientMemoryError
 from hapx.ir import Output
 from hapx.restriction import Restriction
 from hapx.states import Property, Sharded
+from hapx.synth import domain
 from hapx.synth.astar import Statistics, Width, beam, search
 from hapx.synth.domain import Synthesis
 from hapx.synth.exhaustive import Enumeration
@@ -41,6 +42,17 @@ def test_equals_enumeration(seed):
     assert solution.cost == pytest.approx(count.cost, rel=1e-9)
     assert solution.statistics.unproven == 0
     replay(solution.program, theory, solution.storage_of)
+
+
+@pytest.mark.parametrize("seed", SEEDS[::3])
+def test_hopeless_moves_are_found_in_arrays(seed, monkeypatch):
+    """As where a choice has many moves."""
+    theory, costs, shares = case(seed)
+    usual = synthesize(theory, costs, shares, restriction=RULE)
+    monkeypatch.setattr(domain, "MANY", 0)
+    found = synthesize(theory, costs, shares, restriction=RULE)
+    assert found.cost == pytest.approx(usual.cost, rel=1e-12) and found.statistics.unproven == 0
+    assert found.statistics.generated <= usual.statistics.generated
 
 
 @pytest.mark.parametrize("exposed", (0.0, 0.4))
