@@ -18,6 +18,7 @@ import numpy as np
 
 from hapx.cost.edges import Array, Mask, Numbers
 from hapx.synth.joins import Join, find_joins
+from hapx.synth.periods import Repetition
 from hapx.synth.problem import Step, StepClass
 from hapx.synth.tables import TensorTable
 
@@ -39,6 +40,19 @@ class Value(NamedTuple):
     used: bool
     last: bool
     several: bool
+
+
+class Later(NamedTuple):
+    """What a level, in tables up to some end, has to do with the one a period later. moved: where what is live has its bits there, None where the
+    tables have other rows; joins: those ahead before the end; alone: none of them has begun; alike: whether the same joins lie ahead there; taken:
+    whether the table is that of the later level, if those after the two are one."""
+
+    level: int
+    moved: Mapping[int, int] | None
+    joins: tuple[Join, ...]
+    alone: bool
+    alike: bool
+    taken: bool
 
 
 class Outline:
@@ -91,7 +105,7 @@ class Outline:
             for level in range(join.parts[0].made, join.level + 1):
                 self.joined[level].append((join, join.made(level)))
         self.making = [[(join, made) for join, made in joined if join.made(level + 1) > made] for level, joined in enumerate(self.joined)]
-        self._as_later: dict[int, bool] = {}
+        self._later: dict[int, list[Later]] = {}
         self._ends: dict[int, tuple[tuple[Numbers, ...], tuple[Numbers, ...]]] = {}
         self._sets: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
         self._inside: dict[int, Mask] = {}
@@ -111,14 +125,28 @@ class Outline:
         """Per level, the bits of the large values."""
         return [_large(values) for values in self.values]
 
-    def alike(self, level: int, later: int, moved: Mapping[int, int]) -> bool:
+    def later(self, repetition: Repetition, end: int) -> list[Later]:
+        """Per level below the end."""
+        if end not in self._later:
+            self._later[end] = [self._one_period_later(repetition, level, end) for level in range(end)]
+        return self._later[end]
+
+    def _one_period_later(self, repetition: Repetition, level: int, end: int) -> Later:
+        later, moved = level + repetition.period[level], repetition.moved[level]
+        if moved is not None and (later > end or not self._as_later(level, later, moved)):
+            moved = None
+        joined = [(join, made) for join, made in self.joined[level] if join.level < end]
+        others = {j.level - later: j for j, _ in self.joined[later]}
+        alike = len(others) == len(joined) and all((o := others.get(j.level - level)) is not None and j.repeats(o) for j, _ in joined)
+        taken = moved is not None and self.first[level] == self.first[later] and repetition.continues(level)
+        return Later(later, moved, tuple(join for join, _ in joined), not any(made for _, made in joined), alike, taken)
+
+    def _as_later(self, level: int, later: int, moved: Mapping[int, int]) -> bool:
         """Whether the tables before a level and one period later have the same rows. moved: where what is live before the one has its bits before the
         other."""
-        if level not in self._as_later:
-            other = self.values[later]
-            both = [(v, other[moved.get(at, at)]) for at, v in self.values[level].items()]
-            self._as_later[level] = all(v.used == o.used and v.last == o.last for v, o in both)
-        return self._as_later[level]
+        other = self.values[later]
+        both = [(v, other[moved.get(at, at)]) for at, v in self.values[level].items()]
+        return all(v.used == o.used and v.last == o.last for v, o in both)
 
     def sets(self, table: TensorTable) -> list[int]:
         """The masks that a table has rows for: what one placement gives for free; where some value needs them, anything, and what two placements give

@@ -33,7 +33,7 @@ Invariant: never more than the true cost of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -246,22 +246,14 @@ class Relaxation:
 
     def _tabulate(self, end: int, last: Rows, ahead: dict[int, Ahead], uses: tuple[Use, ...] = ()) -> Context:
         """The tables up to a level whose table is `last`, from there backward. ahead: gets those of the joins. uses: in the last step."""
-        repetition, first = self.repetition, self.outline.first
         rows: list[Rows] = [{} for _ in range(end)] + [last]
         offsets = [np.zeros(len(self.weights))] * (end + 1)
         same = False  # whether the tables after this step are those of one period later plus `delta`
         delta = offsets[-1]
-        for level in range(end - 1, -1, -1):
-            moved = repetition.moved[level]
-            later = level + repetition.period[level]
-            if level in self._cuts:  # what is larger by a number per weight may not be so before a step that ends phases
-                same = False
-            if moved is not None and (later > end or not self.outline.alike(level, later, moved)):
-                moved = None
-            joined = [(join, made) for join, made in self.outline.joined[level] if join.level < end]
-            joins = [join for join, _ in joined]
-            same = same and self._repeated(joins, level, later)
-            if moved is not None and same and first[level] == first[later] and repetition.continues(level):
+        for level, (later, moved, joins, alone, alike, taken) in reversed(list(enumerate(self.outline.later(self.repetition, end)))):
+            # what is larger by a number per weight may not be so before a step that ends phases
+            same = same and alike and level not in self._cuts
+            if same and taken:
                 before = rows[later]
                 rows[level] = {at: before[moved.get(at, at)] for at in self.outline.places[level]} if moved else before
                 offsets[level] = offsets[later] + delta
@@ -273,15 +265,10 @@ class Relaxation:
             offsets[level] = offsets[level + 1]
             for join in joins:
                 self._join(level, join, rows, offsets[level], ahead)
-            alone = not any(made for _, made in joined)  # what is known of joins ahead is not in the tables
+            # what is known of joins ahead is not in the tables
             found = self._constant(rows, offsets, level, later, moved) if moved is not None and alone else None
             same, delta = (True, found) if found is not None else (False, delta)
         return Context(0, end, rows, offsets, uses)
-
-    def _repeated(self, joins: Sequence[Join], level: int, later: int) -> bool:
-        """Whether the same joins lie ahead one period later."""
-        others = {j.level - later: j for j, _ in self.outline.joined[later]}
-        return len(others) == len(joins) and all((o := others.get(j.level - level)) is not None and j.repeats(o) for j in joins)
 
     def _join(self, level: int, join: Join, rows: list[Rows], offset: Array, ahead: dict[int, Ahead]) -> None:
         """What a join that is this step or lies ahead says of what comes before the step."""

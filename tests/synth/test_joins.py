@@ -135,7 +135,8 @@ def test_joins_in_equal_layers_are_taken_over(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(relaxation.Relaxation, "_join", counted)
     short = Synthesis(problem, shares, None).bound.relaxation
     few = len(made)
-    monkeypatch.setattr(relaxation.Relaxation, "_repeated", lambda _own, joins, *_: not joins)
+    monkeypatch.setattr(joins.Join, "repeats", lambda *_: False)
+    problem.outline = problem.sheet = None
     full = Synthesis(problem, shares, None).bound.relaxation
     print(f"{few} steps before joins tabulated instead of {len(made) - few}")
     assert few < (len(made) - few) / 2
