@@ -45,9 +45,9 @@ def _install() -> None:
     @wraps(usual)
     def total_norm(tensors: Any, *arguments: Any, **options: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if name := _in_pieces(tensors):
+        if why := _in_pieces(tensors):
             raise HapError(
-                f"torch.nn.utils sees only this rank's part of the gradients ({name} is stored in pieces or other ranks have other parameters)",
+                f"torch.nn.utils sees only this rank's part of the gradients ({why})",
                 where="clip_grad_norm_", hint="call model.clip_grad_norm_(max_norm) on all ranks: it counts every element of the model once",
             )  # fmt: skip
         return usual(tensors, *arguments, **options)
@@ -62,17 +62,16 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Called by every optimizer before its step."""
     if not any(name in type(optimizer).__name__.lower() for name in NOT_ELEMENTWISE):
         return
-    if name := _in_pieces(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+    if why := _in_pieces(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         raise HapError(
-            f"{type(optimizer).__name__} needs whole tensors, but this rank has a part of them ({name} is stored in pieces or other ranks have other "
-            "parameters)",
+            f"{type(optimizer).__name__} needs whole tensors, but this rank has a part of them ({why})",
             where="optimizer.step", allowed="optimizers that compute element by element (SGD, Adam, AdamW, Adagrad, RMSprop, ...)",
             hint='or plan with strategy="dp-proportional", which keeps all parameters whole',
         )  # fmt: skip
 
 
 def _in_pieces(gradients: Iterable[Tensor]) -> str | None:
-    """The first parameter of these gradients of which this rank has a part only."""
+    """Where this rank has a part only of these gradients, why: by the first such parameter."""
     partial = {
         id(parameter.grad): name
         for known in _stores
@@ -80,7 +79,8 @@ def _in_pieces(gradients: Iterable[Tensor]) -> str | None:
         for name, parameter in store.module.named_parameters()
         if parameter.grad is not None and _partial(store, name)
     }
-    return next((partial[id(g)] for g in gradients if id(g) in partial), None)
+    found = next((partial[id(g)] for g in gradients if id(g) in partial), None)
+    return f"{found} is stored in pieces or other ranks have other parameters" if found is not None else None
 
 
 def _partial(store: ParameterStore, name: str) -> bool:

@@ -247,6 +247,7 @@ class Synthesis:
         return [moves[i] for i in chosen.tolist()]
 
     def _moves(self, level: int, mask: int, choice: int) -> Following:
+        """The moves of a choice of a step where `mask` is available."""
         known = self._expanded[level]
         if (mask, choice) not in known:
             step, kind = self.problem.steps[level], self.problem.steps[level].kind

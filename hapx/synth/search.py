@@ -14,6 +14,8 @@ How exact: programs of up to `EXACT` steps are optimal, those of up to `NEARLY` 
 proven by the bound, unless the search ends with its budget; then a wider beam follows, and where that leaves little in a problem of one axis and few
 steps, the search once more from there. Where memory must be priced, the prices may leave a gap. `statistics.gap` says what was proven. Where only a
 part of the sums of gradients counts (`hapx.overlap`), searches end early, as on two axes they would take longer than what they bring is worth.
+They also end early at shares where the bound says that no program is as fast as one that is known at others, and where little is asked of them
+(`Problem.within`); no wider beam follows then.
 """
 
 from __future__ import annotations
