@@ -135,8 +135,9 @@ def _states(old: Theory, new: Theory) -> States | None:
     if len(old.triples) != len(new.triples) or old.stored.keys() != new.stored.keys() or old.outputs.keys() != new.outputs.keys():
         return None
     found: dict[tuple[str, State], State] = {}
+    checked: set[tuple[int, int]] = set()  # objects that were compared: triples share their properties
     for a, b in zip(old.triples, new.triples, strict=True):
-        if len(a) != len(b) or not all(_alike(found, s.pre + s.post, t.pre + t.post) for s, t in zip(a, b, strict=True)):
+        if len(a) != len(b) or not all(_alike(found, checked, s.pre + s.post, t.pre + t.post) for s, t in zip(a, b, strict=True)):
             return None
     for before, after in ((old.stored, new.stored), (old.outputs, new.outputs)):
         for name in before:
@@ -146,9 +147,18 @@ def _states(old: Theory, new: Theory) -> States | None:
     return found
 
 
-def _alike(found: dict[tuple[str, State], State], before: Sequence[Property], after: Sequence[Property]) -> bool:
-    pairs = zip(before, after, strict=False)
-    return len(before) == len(after) and all(p.tensor == q.tensor and _pair(found, p.tensor, p.placement, q.placement) for p, q in pairs)
+def _alike(
+    found: dict[tuple[str, State], State], checked: set[tuple[int, int]], before: Sequence[Property], after: Sequence[Property]
+) -> bool:  # fmt: skip
+    if len(before) != len(after):
+        return False
+    for p, q in zip(before, after, strict=True):
+        if (id(p), id(q)) in checked:
+            continue
+        if p.tensor != q.tensor or not _pair(found, p.tensor, p.placement, q.placement):
+            return False
+        checked.add((id(p), id(q)))
+    return True
 
 
 def _pair(found: dict[tuple[str, State], State], tensor: str, before: Placement, after: Placement) -> bool:

@@ -22,6 +22,7 @@ import typer
 
 from hapx import __version__
 from hapx.errors import HapError
+from hapx.processes import without_collections
 
 if TYPE_CHECKING:
     from hapx.plan import Plan
@@ -89,7 +90,7 @@ def plan(
     remat: Annotated[str, typer.Option(help="auto, none, blocks: compute repeated blocks again in backward.")] = "auto",
 ) -> None:
     """Finds the fastest program for a model on a cluster and prints the plan."""
-    with _one_line():
+    with _one_line(), without_collections():  # nor while torch is loaded, which takes a second less so
         from hapx.cluster.spec import ClusterSpec
         from hapx.restriction import restriction, with_remat
 

@@ -66,21 +66,18 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
     free = asked.rule.mesh in ("auto", "flat") and asked.cluster.mesh in ("auto", "flat") and not isinstance(asked.rule.ratios, tuple)
     found: list[Plan] = []
     spent = 0.0
-    # whoever watches sees how the plan of one stage is made
-    apart = free and bool(numbers) and asked.progress is None
+    apart = free and bool(numbers)
     with _single(asked, whole, hopeless=scarce and len(asked.graph.nodes) > SMALL, apart=apart) as single:
         if free:
             with suppress(_GoodEnough), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what is to be said of the model is said of the plan of one stage
                 single.expect_more()
                 began = time.perf_counter()
-                known = single.plan if asked.progress is not None else None
-                searched = Statistics(expansions=known.statistics["expansions"] if known is not None else 0)
-                told = Teller(asked.progress, searched, "pipelines", 1, 1, known.iteration_time if known is not None else inf)
+                told = _teller(asked)
 
-                def watch(_: str) -> None:
+                def watch(detail: str) -> None:
                     single.expect_more()
-                    told("planning stages")
+                    told("planning stages", detail=detail)
 
                 try:
                     found = pipelines(asked, parts, numbers, single, watch, more=number is None)
@@ -163,14 +160,19 @@ def plan_of_micro_batches(asked: Setting) -> Plan:
     where the graph of the whole batch is not at hand. Raises InsufficientMemoryError where none fits."""
     micro = asked.graph.micro_batches
     assert micro is not None, "a graph of micro-batches"
-    told = Teller(asked.progress, Statistics(), "pipelines", 1, 1, inf)
-    found = pipelines(asked, lambda _: asked.graph, (micro.number,), watch=lambda _: told("planning stages"), more=False)
+    told = _teller(asked)
+    found = pipelines(asked, lambda _: asked.graph, (micro.number,), watch=lambda detail: told("planning stages", detail=detail), more=False)
     if not found:
         raise InsufficientMemoryError(
             f"no plan of {micro.number} micro-batches fits into memory", where=f"cluster {asked.cluster.name}", allowed="more devices or memory",
             hint="more micro-batches are smaller: plan the model again with the changed cluster file",
         )  # fmt: skip
     return found[0]
+
+
+def _teller(asked: Setting) -> Teller:
+    """Tells whoever watches what is done for pipelines."""
+    return Teller(asked.progress, Statistics(), "pipelines", 1, 1, inf)
 
 
 def at_full_speed(asked: Setting) -> float:
@@ -280,7 +282,7 @@ def _chosen(
     iteration; slower ones are of no interest, nor are those that are slower than the rival."""
 
     def told(asks: int, best: float, _: float) -> None:
-        watch(f"{asks} submeshes asked, best pipeline {best * 1e3:.3g} ms")
+        watch(f"submeshes asked: {asks}" + (f", best pipeline {best * 1e3:.3g} ms" if best < inf else ""))
 
     plans: dict[Hashable, Made | None] = {}
     submeshes = space(asked.cluster)

@@ -24,6 +24,8 @@ T = TypeVar("T")
 MOST = 8  # processes at a time: there are seldom more jobs, and each takes memory
 NUMBER = 4  # bytes of a job's number; so few are read from a pipe at once or not at all
 
+_copied = False  # of this process
+
 
 @contextmanager
 def without_collections() -> Iterator[None]:
@@ -118,6 +120,8 @@ class _Copy(Generic[T]):
         if process:
             os.close(into)
             return _Copy(process, output)
+        global _copied
+        _copied = True
         try:  # this is the copy; whoever started it hears of nothing but results
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             warnings.simplefilter("ignore")
@@ -161,6 +165,11 @@ def _taken(jobs: Sequence[Callable[[], T]], numbers: int) -> dict[int, T]:
         at = int.from_bytes(number, "little")
         done[at] = jobs[at]()
     return done
+
+
+def is_copy() -> bool:
+    """Whether this process is a copy, whose only voice is the results of its jobs."""
+    return _copied
 
 
 def _cores() -> int:

@@ -13,6 +13,8 @@ import pytest
 
 from hapx import processes
 from hapx.processes import at_the_same_time, beside
+from hapx.progress import Progress, Teller
+from hapx.synth.astar import Statistics
 
 FORKED: list[int] = []  # copies that a test has made
 
@@ -41,6 +43,18 @@ def children() -> list[int]:
 def of_process(seconds: float = 0.05) -> tuple[int, float]:
     time.sleep(seconds)
     return os.getpid(), seconds
+
+
+def test_copies_tell_nothing() -> None:
+    seen: list[Progress] = []
+
+    def told() -> int:
+        Teller(seen.append, Statistics(), "flat", 1, 1, 1.0)("searching")
+        return len(seen)
+
+    with beside(told) as later:
+        assert later.elsewhere and later.result() == 0  # not even in the copy itself
+    assert told() == 1
 
 
 def test_results_are_in_the_order_of_the_jobs() -> None:

@@ -57,21 +57,20 @@ class Label(NamedTuple):
 
 
 class Front(NamedTuple):
-    """A stage that ends before a layer, one entry for each first layer and option that may be of interest, and what goes before it at least [grid,
-    entries]; of these, the least of all: seconds in a row, of the slowest stage, and per iteration, and micro-batches that fit."""
+    """Stages that end before a layer, one entry for each move, first layer and option that may be of interest, and what goes before it at least
+    [grid, entries]. shapes: of the moves; which: of them, per entry."""
 
+    moves: list[Move]
     starts: list[int]
     options: list[int]
+    shapes: list[int]
+    which: Ints
     micro: Floats
     update: Floats
     fits: Ints
     top: Floats
     ahead: Floats
     rest: Floats
-    seconds: float
-    period: float
-    iteration: float
-    most_in_flight: int
 
 
 class Searcher:
@@ -82,7 +81,7 @@ class Searcher:
         self.prices = frontier.book.prices
         self.labels = 0
         self._crossings: dict[tuple[int, int, int, int], float] = {}
-        self._fronts: dict[tuple[int, int, int, int], Front | None] = {}  # by state, number of the move, last layer, position
+        self._fronts: dict[tuple[int, int, int], Front | None] = {}  # by state, last layer, position
 
     def cheapest(self, apart: bool = False, most: int = 1, patience: float = math.inf, expected: float = 0.0) -> list[tuple[float, Label]] | None:
         """The cheapest pipelines below the frontier's limit, best first: one, or with `apart` the best of every number of stages, up to `most`. None
@@ -127,60 +126,54 @@ class Searcher:
 
     def _children(self, label: Label) -> list[tuple[float, Label]]:
         """Suffixes with one more stage in front that may be below the limit, with the least time they can lead to."""
-        frontier, made = self.frontier, []
+        frontier = self.frontier
         stop, n, hides = label.layer, frontier.n, frontier.discipline.hides
-        flight = frontier.discipline.in_flight(n, label.stages + 1)
-        position = frontier.position(label.stages + 1)
-        for number, move in enumerate(self.space.moves[label.state]):
-            key = label.state, number, stop, position
-            if key not in self._fronts:
-                self._fronts[key] = self._front(move, stop, position)
-            front = self._fronts[key]
-            if front is None:
-                continue
-            crossing = self._crossing(label, move.shape)
-            least = label.total + crossing + front.seconds + (n - 1) * max(label.period, front.period)
-            if least + max(label.iteration, front.iteration) >= frontier.limit:
-                continue
-            total = label.total + front.micro + crossing
-            behind = ONE_WAY * (crossing + (label.choice.crossing if label.choice is not None else 0.0))  # of the stage behind the new one
-            period = np.maximum(np.maximum(front.micro, behind) if hides else front.micro + crossing, label.period)
-            update = np.maximum(front.update, label.iteration)
-            if n > 1:
-                rest = np.minimum.reduce(front.ahead + (n - 1) * np.maximum(np.maximum(period, front.top), frontier.before[:, None]), axis=0)
-            else:
-                rest = front.ahead[0]
-            value = total + rest + np.maximum(update, front.rest)
-            good = value < frontier.limit
-            if front.most_in_flight < flight:
-                good &= front.fits >= flight
-            for k in good.nonzero()[0].tolist():
-                choice = Choice(front.starts[k], stop, front.options[k], move, crossing)
-                new = Label(choice.start, move.target, label.stages + 1, float(total[k]), float(period[k]), float(update[k]), choice, label)
-                made.append((float(value[k]), new))
+        key = label.state, stop, frontier.position(label.stages + 1)
+        if key not in self._fronts:
+            self._fronts[key] = self._front(*key)
+        front = self._fronts[key]
+        if front is None:
+            return []
+        crossing = np.array([self._crossing(label, shape) for shape in front.shapes])[front.which]
+        total = label.total + front.micro + crossing
+        behind = ONE_WAY * (crossing + (label.choice.crossing if label.choice is not None else 0.0))  # of the stage behind the new one
+        period = np.maximum(np.maximum(front.micro, behind) if hides else front.micro + crossing, label.period)
+        update = np.maximum(front.update, label.iteration)
+        if n > 1:
+            rest = np.minimum.reduce(front.ahead + (n - 1) * np.maximum(np.maximum(period, front.top), frontier.before[:, None]), axis=0)
+        else:
+            rest = front.ahead[0]
+        value = total + rest + np.maximum(update, front.rest)
+        good = (value < frontier.limit) & (front.fits >= frontier.discipline.in_flight(n, label.stages + 1))
+        made = []
+        for k in good.nonzero()[0].tolist():
+            move = front.moves[k]
+            choice = Choice(front.starts[k], stop, front.options[k], move, float(crossing[k]))
+            new = Label(choice.start, move.target, label.stages + 1, float(total[k]), float(period[k]), float(update[k]), choice, label)
+            made.append((float(value[k]), new))
         return made
 
-    def _front(self, move: Move, stop: int, position: int) -> Front | None:
-        """What is known of a stage that a move makes before layer `stop`, and of what goes before; None where nothing is of interest."""
-        frontier = self.frontier
-        width = min(frontier.width[move.shape], stop)
+    def _front(self, state: int, stop: int, position: int) -> Front | None:
+        """What is known of the stages that moves make before layer `stop`, and of what goes before; None where nothing is of interest."""
+        frontier, moves = self.frontier, self.space.moves[state]
+        width = min(max((frontier.width[m.shape] for m in moves), default=0), stop)
         if not width:
             return None
+        shapes, targets = [m.shape for m in moves], [m.target for m in moves]
         runs = np.s_[stop - width : stop]
-        at = move.shape, runs, stop
-        micro, update, fits = frontier.micro[at], frontier.iteration[at], self.book.fits[at]
-        top, ahead = frontier.top[move.target, position, runs, None], frontier.sums[move.target, position, :, runs, None]
-        rest = frontier.rest[move.target, runs, None]
-        low = micro + np.minimum.reduce(ahead, axis=0)
-        period, iteration = np.maximum(micro, top), np.maximum(update, rest)
+        at = shapes, runs, stop
+        micro, update, fits = frontier.micro[at], frontier.iteration[at], self.book.fits[at]  # [move, start, option]
+        top, ahead, rest = frontier.top[targets, position, runs], frontier.sums[targets, position, :, runs], frontier.rest[targets, runs]
+        low = micro + np.minimum.reduce(ahead, axis=1)[..., None]
+        period, iteration = np.maximum(micro, top[..., None]), np.maximum(update, rest[..., None])
         of_interest = low + ((frontier.n - 1) * period if frontier.n > 1 else 0.0) + iteration < frontier.limit
-        first, option = of_interest.nonzero()
-        if not len(first):
+        move, first, option = of_interest.nonzero()
+        if not len(move):
             return None
-        seconds, slowest, latest = (float(np.minimum.reduce(a, axis=None)) for a in (low, period, iteration))
+        known, which = np.unique(np.array(shapes)[move], return_inverse=True)
         return Front(
-            (first + (stop - width)).tolist(), option.tolist(), micro[of_interest], update[of_interest], mine := fits[of_interest], top[first, 0],
-            ahead[:, first, 0], rest[first, 0], seconds, slowest, latest, int(np.minimum.reduce(mine)),
+            [moves[m] for m in move.tolist()], (first + (stop - width)).tolist(), option.tolist(), known.tolist(), which, micro[of_interest],
+            update[of_interest], fits[of_interest], top[move, first], ahead[move, :, first].T, rest[move, first],
         )  # fmt: skip
 
     def _crossing(self, label: Label, shape: int) -> float:
