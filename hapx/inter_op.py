@@ -256,23 +256,34 @@ def pipelines(
     looked = {a.asked.repeats for a in askers}  # numbers of micro-batches at which the program has looked
     while more and plans and (made := with_twice_as_many(plans[0], looked)) is not None and faster(made, plans[0]):
         plans.insert(0, made)
+    if not plans:
+        return []
+    first = plans[0]
+    # it is seldom beaten, so a copy polishes it meanwhile
+    with beside(lambda: polished(first, asked.rule)) as polishing:
+        plans = _improved(plans, asked, watch, with_twice_as_many if more else lambda _: None)
+        watch("planning the slowest stages of the best pipeline once more")
+        best = polishing.result() if plans[0] is first else polished(plans[0], asked.rule)
+    return [*([best] if best is not None and best.iteration_time < plans[0].plan.iteration_time else []), *(m.plan for m in plans)]
+
+
+def _improved(
+    plans: Sequence[Made], asked: Setting, watch: Callable[[str], None], with_twice_as_many: Callable[[Made], Made | None]
+) -> list[Made]:  # fmt: skip
+    """The plans, and those that are found near the best of them, if they are faster: best first."""
+    plans = list(plans)
     tried = {key_of(m.pipeline) for m in plans}
-    while plans and faster(nearby := climbed(plans, asked, watch, tried), plans[0]):
-        made = with_twice_as_many(nearby) if more else None
+    while faster(nearby := climbed(plans, asked, watch, tried), plans[0]):
+        made = with_twice_as_many(nearby)
         if made is None or made.plan.iteration_time > CLOSE * nearby.plan.iteration_time:
             plans.insert(0, nearby)
             break
         plans = sorted([nearby, made, *plans], key=lambda m: m.plan.iteration_time)
-    if plans and faster(parted := in_parts(plans[:PUT_TOGETHER], asked, watch), plans[0]):
+    if faster(parted := in_parts(plans[:PUT_TOGETHER], asked, watch), plans[0]):
         plans.insert(0, parted)
-    if plans and (made := _interleaved(plans, asked, watch)) is not None:
+    if (made := _interleaved(plans, asked, watch)) is not None:
         plans.insert(0, made)
-    if plans:
-        watch("planning the slowest stages of the best pipeline once more")
-        best = polished(plans[0], asked.rule)
-        if best is not None and best.iteration_time < plans[0].plan.iteration_time:
-            return [best, *(m.plan for m in plans)]
-    return [m.plan for m in plans]
+    return plans
 
 
 def _chosen(
