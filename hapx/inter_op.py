@@ -151,7 +151,7 @@ def _single(asked: Setting, whole: Whole, *, hopeless: bool, apart: bool) -> Ite
     if hopeless or not apart:
         yield _Single(Later(noted, None), enough)
         return
-    with beside(noted) as later:
+    with beside(noted, patient=True) as later:
         yield _Single(later, enough)
 
 

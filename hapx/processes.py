@@ -1,8 +1,9 @@
 """What planning asks of the process that it runs in: no collections of garbage, and copies of the process for work that can be done at the same time.
 
 In: jobs, functions without arguments whose results can be pickled. Out: their results, as if they had been called one after the other. A copy is made
-by fork, so a job needs no preparation and sees everything; what it changes, nobody else sees. Without a second core, or where there are other threads
-(a fork copies the calling one alone, and what others had locked stays locked), the jobs are simply called.
+by fork, so a job needs no preparation and sees everything; what it changes, nobody else sees. Objects that are `shared` come back in results as
+themselves, without being pickled. Without a second core, or where there are other threads (a fork copies the calling one alone, and what others had
+locked stays locked), the jobs are simply called.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import IO, Generic, TypeVar
 
 T = TypeVar("T")
 
 MOST = 8  # processes at a time: there are seldom more jobs, and each takes memory
 NUMBER = 4  # bytes of a job's number; so few are read from a pipe at once or not at all
+
+PATIENCE = 10  # by how much a copy's priority is lowered that may wait
 
 _copied = False  # of this process
 
@@ -43,7 +46,7 @@ def without_collections() -> Iterator[None]:
 
 
 @without_collections()
-def at_the_same_time(jobs: Sequence[Callable[[], T]]) -> list[T]:
+def at_the_same_time(jobs: Sequence[Callable[[], T]], shared: Sequence[object] = ()) -> list[T]:
     """The results of all jobs. Raises what the first of them raises that fails. A job whose process comes to nothing is done again in this one."""
     copies = min(_cores(), len(jobs), MOST) - 1
     if copies < 1 or not _alone():
@@ -53,7 +56,7 @@ def at_the_same_time(jobs: Sequence[Callable[[], T]]) -> list[T]:
         with _numbers(len(jobs)) as numbers:
             for _ in range(copies):
                 with suppress(OSError):  # no more processes: the others do it
-                    started.append(_Copy.start(jobs, numbers))
+                    started.append(_Copy.start(jobs, numbers, shared))
             done = _taken(jobs, numbers)
         for copy in started:
             done |= copy.results()
@@ -64,12 +67,13 @@ def at_the_same_time(jobs: Sequence[Callable[[], T]]) -> list[T]:
 
 
 @contextmanager
-def beside(job: Callable[[], T]) -> Iterator[Later[T]]:
-    """Inside, a job is done in a copy while this process does something else. Without a copy it is done when its result is asked for."""
+def beside(job: Callable[[], T], patient: bool = False) -> Iterator[Later[T]]:
+    """Inside, a job is done in a copy while this process does something else. Without a copy it is done when its result is asked for. patient: where
+    cores are few, others go first."""
     copy: _Copy[T] | None = None
     if _cores() > 1 and _alone():
         with _numbers(1) as numbers, suppress(OSError):
-            copy = _Copy.start([job], numbers)
+            copy = _Copy.start([job], numbers, patience=PATIENCE if patient else 0)
     try:
         yield Later(job, copy)
     finally:
@@ -105,9 +109,10 @@ class _Copy(Generic[T]):
 
     process: int
     output: int
+    shared: Sequence[object]
 
     @staticmethod
-    def start(jobs: Sequence[Callable[[], T]], numbers: int) -> _Copy[T]:
+    def start(jobs: Sequence[Callable[[], T]], numbers: int, shared: Sequence[object] = (), patience: int = 0) -> _Copy[T]:
         output, into = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads that libraries have: none of them takes part in planning
@@ -119,21 +124,22 @@ class _Copy(Generic[T]):
                 raise
         if process:
             os.close(into)
-            return _Copy(process, output)
+            return _Copy(process, output, shared)
         global _copied
         _copied = True
         try:  # this is the copy; whoever started it hears of nothing but results
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             warnings.simplefilter("ignore")
+            os.nice(patience)
             with os.fdopen(into, "wb") as file:
-                pickle.dump(_taken(jobs, numbers), file, pickle.HIGHEST_PROTOCOL)
+                _Sender(file, shared).dump(_taken(jobs, numbers))
         finally:
             os._exit(0)
 
     def results(self) -> dict[int, T]:
         """By the number of the job, once all are there; none if it failed."""
         with suppress(EOFError, pickle.UnpicklingError), os.fdopen(os.dup(self.output), "rb") as file:
-            found: dict[int, T] = pickle.load(file)
+            found: dict[int, T] = _Receiver(file, self.shared).load()
             return found
         return {}
 
@@ -144,6 +150,26 @@ class _Copy(Generic[T]):
             os.kill(self.process, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(self.process, 0)
+
+
+class _Sender(pickle.Pickler):
+    """Pickles shared objects by their numbers: in a copy they are where they were."""
+
+    def __init__(self, file: IO[bytes], shared: Sequence[object]):
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._numbers = {id(known): number for number, known in enumerate(shared)}
+
+    def persistent_id(self, obj: object) -> int | None:
+        return self._numbers.get(id(obj))
+
+
+class _Receiver(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], shared: Sequence[object]):
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, pid: int) -> object:
+        return self._shared[pid]
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from hapx.parts import crossing, part
 from hapx.pipelines import Piece, piece_of
 from hapx.plan import Mesh
 from hapx.planner import plan_spmd, views
+from hapx.processes import at_the_same_time
 from hapx.simulate import run_times
 from hapx.stages.clustering import node_flops
 from hapx.stages.costs import ONE_F_ONE_B, UNLIMITED, Answer, Assigned, Pipeline, Prices, latency, most_in_flight
@@ -79,7 +80,7 @@ class Asker:
     pieces: dict[Hashable, Planned] = field(default_factory=dict)  # with the micro-batches for which they have room
 
     def prices(self) -> Prices:
-        return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing, together=True)
+        return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing, together=True, prepare=self.prepare)
 
     def corrected(self) -> Prices:
         """Prices by what is known of stages that were planned for themselves (`piece`): they take what they take. Answers for other layers on a
@@ -259,9 +260,28 @@ class Asker:
             if best is None and (like := _round(shape)) != shape:
                 self._whole(like, level)
                 best = self._carried(shape, level)
-            best = best or self._searched(shape, level)
+            best = best or self._note(shape, level, self._search(shape, level)[0]())
             self.wholes[shape, level] = self._read(best, _group(shape, level)) if best is not None else None
         return self.wholes[shape, level]
+
+    def prepare(self, shapes: Sequence[Shape]) -> None:
+        """Searches at the same time for the programs that asking about these shapes will take."""
+        wanted: dict[Hashable, tuple[Shape, int]] = {}
+        for shape in shapes:
+            level = self.levels(shape)[0]
+            group = _group(shape, level)
+            known = (shape, level) in self.wholes or any(group in a.library for a in (self, *self.others))
+            if not known and not LEVELS[level].again:
+                wanted.setdefault(group, (_round(shape), level))
+        if len(wanted) < 2:
+            return
+        searches = [self._search(*own) for own in wanted.values()]
+        graph = self.asked.graph
+        shared = [graph, *graph.nodes, *graph.refs.values(), *(s for _, theory in searches for s in (theory, theory.triples))]
+        found = at_the_same_time([search for search, _ in searches], shared)
+        for (group, own), best in zip(wanted.items(), found, strict=True):
+            self._note(*own, best)
+            self.wholes[own] = self._read(best, group) if best is not None else None
 
     def _read(self, best: Candidate, group: Hashable) -> WholeModel:
         """A program read layer by layer. What share of the sum over steps is really kept is found once for a group of shapes: that takes long."""
@@ -337,11 +357,16 @@ class Asker:
             self.theories[key] = derive(self.asked.graph, mesh)
         return replace(self.theories[key], graph=graph, mesh=mesh)
 
-    def _searched(self, shape: Shape, level: int) -> Candidate | None:
-        self.calls += 1
+    def _search(self, shape: Shape, level: int) -> tuple[Callable[[], Candidate | None], Theory]:
+        """What searches for a program of the whole model, and the theory that it takes."""
         setting = self._setting(shape, level)
         mesh = view_of(setting)
-        found = self.roomy(setting, [mesh], {mesh.name: self._theory(setting.graph, mesh)})
+        theory = self._theory(setting.graph, mesh)
+        return partial(self.roomy, setting, [mesh], {mesh.name: theory}), theory
+
+    def _note(self, shape: Shape, level: int, found: Candidate | None) -> Candidate | None:
+        """What a search has found, for shapes like this one."""
+        self.calls += 1
         if found is not None:
             self.library[_group(shape, level)] = found
         return found

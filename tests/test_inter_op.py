@@ -48,6 +48,23 @@ def test_a_slow_link_makes_a_pipeline() -> None:
     assert single.iteration_time == pytest.approx(plan.statistics["one_stage"])
 
 
+def test_what_several_answers_take_is_searched_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same answers, by the same number of searches, and programs in the theory that was there before."""
+    shapes = [shape_of(SLOW, ordered(SLOW, devices)) for devices in ((0, 1), (2, 3), (0,), (0, 1, 2, 3), (1, 0))]
+    alone, together = asker(4), asker(4)
+    monkeypatch.setattr(processes, "_cores", lambda: 3)
+    monkeypatch.setattr(processes, "_alone", lambda: True)
+    together.prepare(shapes)
+    searched = together.calls
+    assert searched > 1 and len(together.library) == searched
+    assert all(own.theory.triples is together.theories[len(own.mesh.axes)].triples for own in together.library.values())
+    for shape in shapes:
+        assert together.ask(0, 1, shape) == alone.ask(0, 1, shape)
+    assert together.calls == alone.calls  # with those of thriftier levels, which are asked about one by one
+    together.prepare(shapes)
+    assert together.calls == alone.calls
+
+
 def test_plans_do_not_depend_on_copies_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a second core one plan is made in a copy, and so are stages: the same plan, and the same warnings."""
 

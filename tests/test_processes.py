@@ -57,6 +57,27 @@ def test_copies_tell_nothing() -> None:
     assert told() == 1
 
 
+def test_shared_objects_come_back_as_themselves() -> None:
+    shared, other = [1, 2], [3]
+
+    def job() -> tuple[list[int], list[int], int]:
+        time.sleep(0.1)
+        return shared, other, os.getpid()
+
+    found = at_the_same_time([job] * 3, [shared])
+    assert len({process for *_, process in found}) > 1
+    assert all(a is shared and b == other for a, b, _ in found)
+    assert any(b is not other for _, b, _ in found)
+
+
+def test_a_patient_copy_lets_others_go_first() -> None:
+    here = os.nice(0)
+    with beside(lambda: os.nice(0), patient=True) as later:
+        assert later.elsewhere and later.result() > here
+    with beside(lambda: os.nice(0)) as later:
+        assert later.result() == here
+
+
 def test_results_are_in_the_order_of_the_jobs() -> None:
     found = at_the_same_time([lambda s=s: of_process(s) for s in (0.3, 0.05, 0.05, 0.05, 0.05, 0.2)])  # type: ignore[misc]
     assert [s for _, s in found] == [0.3, 0.05, 0.05, 0.05, 0.05, 0.2]

@@ -147,6 +147,7 @@ class _Solver:
                 unknown = [c for c in run.best.choices() if not run.book.real[c.move.shape, c.start, c.stop]]
                 if unknown and self._is_enough(estimates):
                     return value
+                run.book.prices.prepare([self.space.shapes[c.move.shape] for c in unknown])
                 for c in unknown:
                     if run.book.ask(c.move.shape, c.start, c.stop) and self.watch is not None:
                         self.watch(self._asks(), self.best.time if self.best is not None else math.inf, 0.0 if estimates else value)
