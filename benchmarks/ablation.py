@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), action="append")
     parser.add_argument("--devices", type=int, choices=(1, 4, 8), action="append")
     given = parser.parse_args()
-    began, console, rows = time.process_time(), Console(), []
+    began, console, rows = time.process_time(), Console(width=130), []
     for model in given.model or MODELS:
         for devices in given.devices or (1, 4, 8):
             rows.append(compare(model, devices))

@@ -184,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ratio_table(console, found)
     choices_table(console)
     if arguments.write is not None:
+        arguments.write.mkdir(parents=True, exist_ok=True)
         plot_forms(arguments.write / f"crossover_forms.{arguments.format}")
         plot_ratio(arguments.write / f"crossover_ratio.{arguments.format}", found)
     console.print(f"\n{COMMAND}{f' --write {arguments.write}' if arguments.write else ''}")

@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="up to 16 layers")
     parser.add_argument("--prove", action="store_true", help="compare with proven pipelines")
     chosen = parser.parse_args()
-    Console().print(proofs() if chosen.prove else table((8, 16) if chosen.quick else (8, 16, 24, 48, 96)))
+    Console(width=130).print(proofs() if chosen.prove else table((8, 16) if chosen.quick else (8, 16, 24, 48, 96)))
 
 
 if __name__ == "__main__":

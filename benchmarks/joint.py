@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="also write the tables as Markdown")
     given = parser.parse_args()
-    console, results = Console(), []
+    console, results = Console(width=130), []
     for result in measured(given.cases, given.processes):
         results.append(result)
         if result.gap >= LEVELS[1]:
