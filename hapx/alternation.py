@@ -45,6 +45,7 @@ from hapx.theory.triple import Theory
 
 MAX_ALTERNATIONS = 8
 STALLED = 1e-3  # relative improvement below which the alternation ends
+SLIGHT = 1e-4  # and for which a program that is not proven is not taken
 HOPELESS = 1.1  # what costs that much more than the best of the others at its first program is not balanced further
 CORRECTIONS = 4  # searches at most for one program whose peak fits
 FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
@@ -147,6 +148,12 @@ class Alternation:
         """Bytes per kind for the sums of the search and of the balancer."""
         return tuple(self.fitting.limits.tolist())
 
+    def limits_of(self, candidate: Candidate, total: Vector) -> Vector:
+        """Limits of that kind that a program would have needed. total: its sum, per kind."""
+        own = Fitting(self.theory, self.costs, self.setting.key, self.fitting.strict)
+        own.correct(candidate, total, candidate.lengths)
+        return own.limits
+
     @property
     def small(self) -> bool:
         """Whether a search is so short that there are many."""
@@ -184,13 +191,27 @@ class Alternation:
         if self._best().cost > HOPELESS * known:
             return
         self.budget = None  # where memory binds, prices of it tell well enough where a start leads
-        # what a search did not solve to the end at the first shares, it hardly does at others
-        self.problem.brief = self.prices is None and self._best().gap > STALLED
-        for start in self._starts_further():
-            with suppress(InsufficientMemoryError):  # something else fits
-                best = min(known, self._best().cost)
-                self._alternate(start, best, above=HOPELESS * best)
+        before, several = self._best(), len(self.theory.mesh.axes) > 1
+        # a short search tells where a start leads; only where that is the best, one is made to the end
+        self.problem.brief = self.prices is None and (several or before.gap > STALLED)
+        # what is begun with as it is, is as it was rounded and improved; on one axis, where a search costs little, first as it is rounded
+        for improved in (True,) if several else (False, True):
+            for start in self._starts_further():
+                now = self._best()
+                shares, least = self._by_kind(now.shares), min(known, now.cost)
+                alike = {row for row, own in start.items() if row in shares and np.array_equal(own, shares[row])} if improved else ()
+                as_now = {c: own for c, own in now.lengths.items() if c.row in alike}
+                with suppress(InsufficientMemoryError):  # something else fits
+                    self._alternate(start, least, as_now, above=HOPELESS * least)
         self.problem.brief = False
+        found = self._best()
+        # what a search did not solve to the end at the first shares, it hardly does at others
+        if self.prices is None and before.gap < found.gap and before.gap <= STALLED:
+            if found.cost < (1 - SLIGHT) * before.cost:
+                self.searched.discard(tuple([found.lengths[c] for c in self.cuts]))
+                self._alternate(self._by_kind(found.shares), known, found.lengths)
+            else:  # of no use beside one that is proven
+                self.found = {key: c for key, c in self.found.items() if c.gap <= before.gap or c.cost >= before.cost}
 
     def _starts_further(self) -> Iterator[dict[Row, Vector]]:
         """With segments, whose compute rows are those of a program that perhaps keeps nothing in shards, only the storage rows differ."""

@@ -19,6 +19,7 @@ from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
 from hapx.layout import Lengths
+from hapx.lower import Candidate
 from hapx.plan import ProgramKey
 from hapx.synth.writer import Solution
 from hapx.theory.triple import Theory
@@ -33,13 +34,14 @@ class Fitting:
         self.theory, self.costs, self.key = theory, costs, key
         self.capacity: Vector = np.asarray(costs.capacity)
         self.reset()
+        self.strict = strict
         self._spared: Vector = (0.0 if strict else SPARED) * self.capacity
 
     def reset(self) -> None:
         """As if no program had been looked at."""
         self.limits: Vector = self.capacity.copy()
 
-    def correct(self, solution: Solution, total: Vector, lengths: Lengths) -> bool:
+    def correct(self, solution: Solution | Candidate, total: Vector, lengths: Lengths) -> bool:
         """Whether the peak fits; the limits become those that this program would have needed. total: the program's sum at the lengths; where that is
         far below the capacity, the peak is not looked at (unless strict)."""
         if (total <= self._spared).all():
@@ -48,7 +50,7 @@ class Fitting:
         self.limits = np.maximum(self.capacity + total - highest, 0.01 * self.capacity)
         return bool((highest <= self.capacity * (1 + 1e-9)).all())
 
-    def peak(self, solution: Solution, lengths: Lengths) -> tuple[Vector, Peak]:
+    def peak(self, solution: Solution | Candidate, lengths: Lengths) -> tuple[Vector, Peak]:
         """Bytes per kind (of its fullest device), and the peak at the exact lengths."""
         exact = self.costs.at_lengths(lengths)
         found = peak(solution.program, self.theory.graph, exact, solution.storage_of)

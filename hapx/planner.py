@@ -242,7 +242,7 @@ def _free_borders(ranked: Sequence[Candidate], rule: Restriction, alternation: A
     for candidate in programs.values():
         untied = Untied(candidate.program, candidate.storage_of, candidate.costs, parts)
         shares = {row: np.array([max(own[c] for c in kind) for kind in candidate.costs.kinds]) for row, own in candidate.shares.items()}
-        capacity, consecutive = np.asarray(alternation.limits), list(parts) == sorted(parts)
+        capacity, consecutive = alternation.limits_of(candidate, untied.memory(candidate.lengths)), list(parts) == sorted(parts)
         known = inf if candidate.program is best.program else best.cost
         own = free_borders(untied, candidate.costs.sizes, capacity, shares, rule.most_segments, consecutive, worth, known)
         found += [own] if own is not None else []

@@ -16,8 +16,9 @@ from typing import NamedTuple
 from hapx.balancer.lp import Objective, objective
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
 from hapx.cost.rounds import Folded, short, whole
-from hapx.cost.terms import Piece, Term
+from hapx.cost.terms import Piece, Term, Vector
 from hapx.ir import Kind, OpCall, TensorRef
+from hapx.layout import Lengths
 from hapx.plan import Communication, Form, Program, Triple
 from hapx.states import Cut, Placement, Property, Row, Sharded, State
 
@@ -56,6 +57,11 @@ class Untied:
         self._recuts: dict[object, StepCost] = {}
         self.kept: list[tuple[Term, int]] = []
         self.events = self._events(storage_of, part_of) + self._storing(storage_of, part_of)
+
+    def memory(self, lengths: Lengths) -> Vector:
+        """The sum of bytes per kind at one row's lengths."""
+        goal = self.objective((0,) * self.parts)
+        return goal.memory(self.costs.lengths_to_shares({c: lengths[c] for c in goal.cuts}))
 
     # ---- the program ----------------------------------------------------------------------------------------------------
 
