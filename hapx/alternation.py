@@ -209,7 +209,8 @@ class Alternation:
         if self.prices is None and before.gap < found.gap and before.gap <= STALLED:
             if found.cost < (1 - SLIGHT) * before.cost:
                 self.searched.discard(tuple([found.lengths[c] for c in self.cuts]))
-                self._alternate(self._by_kind(found.shares), known, found.lengths)
+                with suppress(InsufficientMemoryError):  # what was found fits
+                    self._alternate(self._by_kind(found.shares), known, found.lengths)
             else:  # of no use beside one that is proven
                 self.found = {key: c for key, c in self.found.items() if c.gap <= before.gap or c.cost >= before.cost}
 
