@@ -149,7 +149,7 @@ class Alternation:
         return tuple(self.fitting.limits.tolist())
 
     def limits_of(self, candidate: Candidate, total: Vector) -> Vector:
-        """Limits of that kind that a program would have needed. total: its sum, per kind."""
+        """`limits` that would just admit a program. total: its sum, per kind."""
         own = Fitting(self.theory, self.costs, self.setting.key, self.fitting.strict)
         own.correct(candidate, total, candidate.lengths)
         return own.limits
@@ -204,15 +204,22 @@ class Alternation:
                 with suppress(InsufficientMemoryError):  # something else fits
                     self._alternate(start, least, as_now, above=HOPELESS * least)
         self.problem.brief = False
-        found = self._best()
         # what a search did not solve to the end at the first shares, it hardly does at others
-        if self.prices is None and before.gap < found.gap and before.gap <= STALLED:
-            if found.cost < (1 - SLIGHT) * before.cost:
-                self.searched.discard(tuple([found.lengths[c] for c in self.cuts]))
-                with suppress(InsufficientMemoryError):  # what was found fits
-                    self._alternate(self._by_kind(found.shares), known, found.lengths)
-            else:  # of no use beside one that is proven
-                self.found = {key: c for key, c in self.found.items() if c.gap <= before.gap or c.cost >= before.cost}
+        if self.prices is None and before.gap <= STALLED:
+            self._prove(before, known)
+
+    def _prove(self, before: Candidate, known: float) -> None:
+        """Searches to the end where short searches have found the best program; unless that is hardly better than `before`, of which more is proven:
+        then it is dropped."""
+        found = self._best()
+        if found.gap <= before.gap:
+            return
+        if found.cost < (1 - SLIGHT) * before.cost:
+            self.searched.discard(tuple([found.lengths[c] for c in self.cuts]))
+            with suppress(InsufficientMemoryError):  # what was found fits
+                self._alternate(self._by_kind(found.shares), known, found.lengths)
+        else:
+            self.found = {key: c for key, c in self.found.items() if c.gap <= before.gap or c.cost >= before.cost}
 
     def _starts_further(self) -> Iterator[dict[Row, Vector]]:
         """With segments, whose compute rows are those of a program that perhaps keeps nothing in shards, only the storage rows differ."""

@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 MOST = 8  # processes at a time: there are seldom more jobs, and each takes memory
 NUMBER = 4  # bytes of a job's number; so few are read from a pipe at once or not at all
-
 PATIENCE = 10  # by how much a copy's priority is lowered that may wait
 
 _copied = False  # of this process

@@ -260,8 +260,10 @@ class Asker:
             if best is None and (like := _round(shape)) != shape:
                 self._whole(like, level)
                 best = self._carried(shape, level)
-            best = best or self._note(shape, level, self._search(shape, level)[0]())
-            self.wholes[shape, level] = self._read(best, _group(shape, level)) if best is not None else None
+            if best is None:
+                self._note(shape, level, self._search(shape, level))
+            else:
+                self.wholes[shape, level] = self._read(best, _group(shape, level))
         return self.wholes[shape, level]
 
     def prepare(self, shapes: Sequence[Shape]) -> None:
@@ -269,19 +271,19 @@ class Asker:
         wanted: dict[Hashable, tuple[Shape, int]] = {}
         for shape in shapes:
             level = self.levels(shape)[0]
-            group = _group(shape, level)
-            known = (shape, level) in self.wholes or any(group in a.library for a in (self, *self.others))
+            own, group = (_round(shape), level), _group(shape, level)
+            known = (shape, level) in self.wholes or own in self.wholes or any(group in a.library for a in (self, *self.others))
             if not known and not LEVELS[level].again:
-                wanted.setdefault(group, (_round(shape), level))
+                wanted.setdefault(group, own)
         if len(wanted) < 2:
             return
-        searches = [self._search(*own) for own in wanted.values()]
         graph = self.asked.graph
-        shared = [graph, *graph.nodes, *graph.refs.values(), *(s for _, theory in searches for s in (theory, theory.triples))]
-        found = at_the_same_time([search for search, _ in searches], shared)
-        for (group, own), best in zip(wanted.items(), found, strict=True):
+        for own in wanted.values():
+            self._theory(graph, view_of(self._setting(*own)))  # here, so that all share what is derived
+        shared = [graph, *graph.nodes, *graph.refs.values(), *(t.triples for t in self.theories.values())]
+        found = at_the_same_time([partial(self._search, *own) for own in wanted.values()], shared)
+        for own, best in zip(wanted.values(), found, strict=True):
             self._note(*own, best)
-            self.wholes[own] = self._read(best, group) if best is not None else None
 
     def _read(self, best: Candidate, group: Hashable) -> WholeModel:
         """A program read layer by layer. What share of the sum over steps is really kept is found once for a group of shapes: that takes long."""
@@ -357,19 +359,19 @@ class Asker:
             self.theories[key] = derive(self.asked.graph, mesh)
         return replace(self.theories[key], graph=graph, mesh=mesh)
 
-    def _search(self, shape: Shape, level: int) -> tuple[Callable[[], Candidate | None], Theory]:
-        """What searches for a program of the whole model, and the theory that it takes."""
+    def _search(self, shape: Shape, level: int) -> Candidate | None:
+        """A program of the whole model that is searched for; nothing is noted."""
         setting = self._setting(shape, level)
         mesh = view_of(setting)
-        theory = self._theory(setting.graph, mesh)
-        return partial(self.roomy, setting, [mesh], {mesh.name: theory}), theory
+        return self.roomy(setting, [mesh], {mesh.name: self._theory(setting.graph, mesh)})
 
-    def _note(self, shape: Shape, level: int, found: Candidate | None) -> Candidate | None:
-        """What a search has found, for shapes like this one."""
+    def _note(self, shape: Shape, level: int, found: Candidate | None) -> None:
+        """What a search has found, for this shape and those like it."""
         self.calls += 1
+        group = _group(shape, level)
+        self.wholes[shape, level] = self._read(found, group) if found is not None else None
         if found is not None:
-            self.library[_group(shape, level)] = found
-        return found
+            self.library[group] = found
 
     def roomy(self, setting: Setting, meshes: Sequence[Mesh] | None, theories: Mapping[str, Theory] | None = None) -> Candidate | None:
         """The planner's program if memory were no matter, at the costs of the actual devices."""

@@ -79,10 +79,10 @@ def test_a_batch_that_two_axes_split_is_cut_again() -> None:
 
 # ---- planned ---------------------------------------------------------------------------------------------------------------
 
-PLANNED = {
-    "2": (unlike(["counter", "mover"]), "flat", 0.95),
-    "4": (unlike(["counter", "counter"], ["mover", "mover"]), "flat", 0.96),
-    "2x2": (unlike(["counter", "counter"], ["mover", "mover"]), "2x2", 0.95),
+PLANNED = {  # cluster, mesh, at most this part of the time with one row, at most these seconds
+    "2": (unlike(["counter", "mover"]), "flat", 0.95, 0.95),
+    "4": (unlike(["counter", "counter"], ["mover", "mover"]), "flat", 0.96, 0.49),
+    "2x2": (unlike(["counter", "counter"], ["mover", "mover"]), "2x2", 0.95, 0.49),
 }
 
 
@@ -93,11 +93,12 @@ def batches(step: int) -> tuple[Tensor]:
 @pytest.mark.parametrize("name", PLANNED)
 def test_segments_pay_where_devices_differ_by_operator(name: str) -> None:
     """The planner frees the border between products and chains of small operators; the plan is faster in the simulator and trains as one device."""
-    cluster, mesh, least = PLANNED[name]
+    cluster, mesh, part, seconds = PLANNED[name]
     model, inputs = TwoParts, TwoParts().example(96)
     tied, freed = (plan_module(model(), cluster, inputs, strategy=Restriction(mesh=mesh, segments=s)) for s in ("none", "auto"))
     assert freed.graphs[freed.first].segments > 1 and recuts(freed) > 0
-    assert simulate(freed).total == pytest.approx(freed.iteration_time) and freed.iteration_time < least * tied.iteration_time
+    assert simulate(freed).total == pytest.approx(freed.iteration_time)
+    assert freed.iteration_time < part * tied.iteration_time and freed.iteration_time < seconds
     verify(freed)
     uses = assert_equivalent(model, batches, freed)
     assert uses.unequal and uses.sharded_flops > 0.95
