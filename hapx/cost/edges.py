@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hapx.cost.copies import Copies, copied, sort
+from hapx.cost.copies import Copies, sort
 from hapx.cost.network import SCALAR_BYTES
 from hapx.cost.terms import Shares
 from hapx.ir import TensorRef
@@ -43,10 +43,13 @@ class Edge(NamedTuple):
     free: tuple[bool, ...]
 
 
+BEFORE, AFTER, WHOLE = range(3)  # a tensor before an edge, after it, and whole along its axis if it is in shards after it
+
+
 class Run(NamedTuple):
-    """What edges have in common whose tensors differ in size alone: numbers of fractions of the tensor (see `AxisLinks.pieces`); on how many devices
-    a gradient's sum is shared out (0: no gradient is summed); how often the collective runs forward and backward; whether all kinds wait for it;
-    whether every form is alike; what devices copy for it (by form and direction), of tensors whose fractions have the numbers `shard`, `longer`."""
+    """What edges have in common that lead along an axis between the same two states: the collective; of what fractions of the tensor it depends (see
+    `AxisLinks.pieces`); on how many devices a gradient's sum is shared out (0: no gradient is summed); how often it runs forward and backward;
+    whether all kinds wait for it; whether every form is alike; what devices copy for it (by form and direction), of which tensors."""
 
     axis: int
     collective: str
@@ -64,8 +67,8 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Edges along one axis that run one collective: their numbers; of each, what its `Run` says; bytes that are sent, and of the tensor; part of a
-    message's latency that counts; whether it is the sum of a gradient."""
+    """Edges along one axis that run one collective: their numbers; of each, what its `Run` says, with the numbers of fractions; bytes that are sent,
+    and of the tensor; part of a message's latency that counts; whether it is the sum of a gradient."""
 
     axis: int
     collective: str
@@ -103,27 +106,48 @@ class EdgePrices:
     def __init__(self, costs: CostModel, edges: Sequence[Edge], forms: frozenset[str]):
         self.costs, self.count = costs, len(edges)
         self.forms = [f for f in FORMS if f.value in forms] or [Form.PADDED]
-        fractions: dict[Placement, int] = {}
-        runs: dict[Any, Run | None] = {}
-        self.known: dict[Any, tuple[Sequence[tuple[str, str]], tuple[tuple[Copies, ...], ...]]] = {}  # see `_carried_out`
-        self._flagged: dict[str, tuple[Any, ...]] = {}
-        rows: dict[tuple[int, str], list[tuple[int, Run, TensorRef]]] = {}
+        self._fractions: dict[Placement, int] = {}
+        self._seen: dict[int, tuple[int, tuple[bool, ...]]] = {}  # see `_look`
+        self._flagged: dict[str, tuple[int, tuple[Any, ...]]] = {}
+        self._carried: dict[Any, tuple[Sequence[tuple[str, str]], tuple[tuple[Copies, ...], ...]]] = {}  # see `_carried_out`
+        known: dict[tuple[Any, ...], int | None] = {}  # by what edges with one `Run` have in common, its number
+        wholes: dict[tuple[int, int], int] = {}
+        runs: list[Run] = []
+        refs: dict[str, TensorRef] = {}
+        number_of: dict[str, int] = {}
+        rows: dict[tuple[int, str], list[tuple[int, ...]]] = {}
         self.rows: dict[tuple[int, bool], tuple[int, int]] = {}  # (edge, whether what is gathered is freed) -> its part, and its row there
-        numbers: dict[tuple[int, str], int] = {}
-        for number, edge in enumerate(edges):
-            for free in edge.free:
-                key = self._alike(edge, free)
-                if key not in runs:
-                    runs[key] = self._run(edge, free, fractions)
-                run = runs[key]
-                if run is not None:
-                    own = rows.setdefault((run.axis, run.collective), [])
-                    self.rows[number, free] = numbers.setdefault((run.axis, run.collective), len(numbers)), len(own)
-                    own.append((number, run, edge.ref))
-        self.parts = [self._part(found) for found in rows.values()]
+        parts: dict[tuple[int, str], int] = {}
         # what is cut again moves by the difference of two shares: such edges are few, each is priced by its own terms
-        self.recuts = {number: self._recut(edge) for number, edge in enumerate(edges) if _is_recut(edge)}
-        self._affine(list(fractions))
+        self.recuts: dict[int, StepCost] = {}
+        for number, edge in enumerate(edges):
+            ref, axis, before, after, variants = edge
+            source, target = before.states[axis], after.states[axis]
+            if isinstance(source, Sharded) and is_recut(source, target):
+                self.recuts[number] = self._recut(edge)
+                continue
+            flag, _ = self._flags(ref)
+            (first, _), (last, replicated) = self._look(before), self._look(after)
+            for free in variants:
+                # placements are the theory's own objects, held by the edges
+                key = axis, id(source), id(target), replicated, free, flag
+                which = known.get(key, -1)
+                if which == -1:
+                    run = self._run(edge, free)
+                    which = known[key] = len(runs) if run is not None else None
+                    runs += [run] if run is not None else []
+                if which is None:
+                    continue
+                whole = wholes.get((axis, id(after)))
+                if whole is None:
+                    whole = wholes[axis, id(after)] = self._fraction(_whole(after, axis))
+                refs.setdefault(ref.name, ref)
+                part = axis, runs[which].collective
+                own = rows.setdefault(part, [])
+                self.rows[number, free] = parts.setdefault(part, len(parts)), len(own)
+                own.append((number, which, number_of.setdefault(ref.name, len(number_of)), first, last, whole))
+        self.parts = [self._part(np.array(found), runs, list(refs.values())) for found in rows.values()]
+        self._affine(list(self._fractions))
 
     def at(self, shares: Shares, exposed: float = 1.0) -> EdgesPriced:
         """At the given shares. exposed: how much of the sums of gradients counts."""
@@ -137,42 +161,44 @@ class EdgePrices:
         step = Communication(edge.axis, source, target, Form.NONE, edge.ref.requires_grad)
         return self.costs.conversion(edge.ref, (step,), edge.after)
 
-    def _alike(self, edge: Edge, free: bool) -> Any:
-        """Equal only for edges with one `Run` (placements are the theory's own objects, held by the edges)."""
-        ref, axis, before, after, _ = edge
-        return axis, id(before), id(after), free, self._flags(ref)
+    def _fraction(self, placement: Placement) -> int:
+        return self._fractions.setdefault(placement, len(self._fractions))
 
-    def _flags(self, ref: TensorRef) -> tuple[Any, ...]:
-        found = self._flagged.get(ref.name)
+    def _look(self, placement: Placement) -> tuple[int, tuple[bool, ...]]:
+        """The number of a placement's fraction, and whether it is Replicated, per axis."""
+        found = self._seen.get(id(placement))
         if found is None:
-            found = self._flagged[ref.name] = ref.kind, ref.requires_grad, ref.bytes <= SCALAR_BYTES, self.costs.computed_again(ref)
+            found = self._seen[id(placement)] = self._fraction(placement), tuple([s == REPLICATED for s in placement.states])
         return found
 
-    def _run(self, edge: Edge, free: bool, fractions: dict[Placement, int]) -> Run | None:
-        """None where nothing moves, or the edge is priced otherwise."""
+    def _flags(self, ref: TensorRef) -> tuple[int, tuple[Any, ...]]:
+        """What of a tensor, beside its size, its communication depends on, with its number."""
+        found = self._flagged.get(ref.name)
+        if found is None:
+            flags = ref.kind, ref.requires_grad, ref.bytes <= SCALAR_BYTES, self.costs.computed_again(ref)
+            equal = next((number for number, own in self._flagged.values() if own == flags), len(self._flagged))
+            found = self._flagged[ref.name] = equal, flags
+        return found
+
+    def _run(self, edge: Edge, free: bool) -> Run | None:
+        """None where nothing moves."""
         ref, axis, before, after, _ = edge
-        if _is_recut(edge):
-            return None
         source, target = before.states[axis], after.states[axis]
         runs, passes = self._carried_out(edge, free)
         if not runs or self.costs.links[axis].size == 1:
             return None
-
-        def fraction(placement: Placement) -> int:
-            return fractions.setdefault(placement, len(fractions))
-
         synchronises, name = runs[0][0] == "synchronise", runs[0][1]
         if name == "all_reduce" and not synchronises and ref.bytes <= SCALAR_BYTES:
             name = "sum_of_numbers"
-        whole = fraction(after.with_state(axis, REPLICATED) if isinstance(target, Sharded) else after)
-        first, second = whole, whole
+        first, second = WHOLE, WHOLE
         if name == "all_gather":
-            first = fraction(before if isinstance(source, Sharded) else after)
+            first = BEFORE if isinstance(source, Sharded) else AFTER
         elif name == "all_to_all":
-            first, second = fraction(before), fraction(after)
+            first, second = BEFORE, AFTER
         even = all(s.cut.row.kind == "even" for s in (source, target) if isinstance(s, Sharded))
         ahead = float(sum(direction == "forward" for direction, _ in runs))
-        shard, longer = (fraction(p) for p in copied(axis, before, after))
+        cut_before, cut_after = isinstance(source, Sharded), isinstance(target, Sharded)
+        shard, longer = BEFORE if cut_before else AFTER, AFTER if cut_before and cut_after else WHOLE  # see `hapx.cost.copies.copied`
         cuts = synchronises or self.costs.links[axis].cuts
         sharers = self.costs.sharers(axis, after) if synchronises else 0
         return Run(axis, name, first, second, shard, longer, sharers, ahead, len(runs) - ahead, cuts, even, passes)
@@ -182,28 +208,27 @@ class EdgePrices:
         one the sorts of its states."""
         ref, axis, before, after, _ = edge
         source, target = before.states[axis], after.states[axis]
-        shared = len(after.states) > 1 and any(a != axis and s == REPLICATED for a, s in enumerate(after.states))
-        key = sort(source), sort(target), free, shared, self._flags(ref)
-        if key not in self.known:
+        shared = any(whole for a, whole in enumerate(self._look(after)[1]) if a != axis)
+        key = sort(source), sort(target), free, shared, self._flags(ref)[1]
+        if key not in self._carried:
             copies = tuple(self.costs.copies(ref, axis, before, after, form, free) for form in self.forms)
-            self.known[key] = self.costs.collectives(ref, source, target, free), copies
-        return self.known[key]
+            self._carried[key] = self.costs.collectives(ref, source, target, free), copies
+        return self._carried[key]
 
-    def _part(self, rows: Sequence[tuple[int, Run, TensorRef]]) -> Part:
-        numbers, runs, refs = zip(*rows, strict=True)
-        place = {id(run): i for i, run in enumerate(runs)}
-        at = {i: k for k, i in enumerate(place.values())}
-        columns = [np.array(column) for column in zip(*(runs[i] for i in at), strict=True)]
-        _, _, first, second, shard, longer, sharers, forward, backward, joins, even, passes = columns
-        which = np.array([at[place[id(run)]] for run in runs])
-        of_ref = {r.name: (float(r.bytes), self.costs.part_of_bucket(r)) for r in {r.name: r for r in refs}.values()}
-        whole, part = np.array([of_ref[r.name] for r in refs]).T
-        summed = sharers[which] > 0
-        sent = np.where(summed, whole / np.maximum(sharers[which], 1) / self.costs.repeats, whole)
-        latency = np.where(summed, part / self.costs.repeats, 1.0)
+    def _part(self, rows: Numbers, runs: Sequence[Run], refs: Sequence[TensorRef]) -> Part:
+        """rows: edge, run, tensor; fractions before, after, whole."""
+        edges, which, tensor = rows[:, :3].T
+        known, at = np.unique(which, return_inverse=True)
+        columns = [np.array(column)[at] for column in zip(*(runs[i][2:] for i in known.tolist()), strict=True)]
+        sharers, forward, backward, joins, even, passes = columns[4:]
+        first, second, shard, longer = (rows[np.arange(len(rows)), 3 + column] for column in columns[:4])
+        whole, share = np.array([(float(r.bytes), self.costs.part_of_bucket(r)) for r in refs])[tensor].T
+        summed = sharers > 0
+        sent = np.where(summed, whole / np.maximum(sharers, 1) / self.costs.repeats, whole)
+        latency = np.where(summed, share / self.costs.repeats, 1.0)
+        axis, collective = runs[int(which[0])][:2]
         return Part(
-            runs[0].axis, runs[0].collective, np.array(numbers), first[which], second[which], shard[which], longer[which], sent, whole, latency,
-            summed, forward[which], backward[which], joins[which], even[which], passes[which],
+            axis, collective, edges, first, second, shard, longer, sent, whole, latency, summed, forward, backward, joins, even, passes
         )  # fmt: skip
 
     def _affine(self, fractions: Sequence[Placement]) -> None:
@@ -280,5 +305,6 @@ class EdgesPriced:
         return [(seconds(part.copied[:, form, 0]), seconds(part.copied[:, form, 1])) for form in forms]
 
 
-def _is_recut(edge: Edge) -> bool:
-    return is_recut(edge.before.states[edge.axis], edge.after.states[edge.axis])
+def _whole(placement: Placement, axis: int) -> Placement:
+    """Of what is in shards along an axis, the placement in which it is not."""
+    return placement.with_state(axis, REPLICATED) if isinstance(placement.states[axis], Sharded) else placement

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import product
 
 import numpy as np
 
 from hapx.cost.edges import Array, Edge, Mask, Numbers
-from hapx.states import Placement, Sharded
+from hapx.states import Placement
 from hapx.synth.problem import Problem
 from hapx.synth.tables import StepTerms, TensorTable, Values
-from hapx.theory.conversion import INNER, OUTER, may_change
+from hapx.theory.conversion import INNER, OUTER
 
 NONE, STAYS = -2, -1  # numbers of edges that are none
 FEW = 3  # kinds up to which every pair of them has weights
@@ -52,63 +52,37 @@ class Grid:
                 self.number |= {(key, p, q): n for p, q, n in np.transpose(along).tolist()}
 
     def _paths(self, table: TensorTable, every: list[Edge]) -> Paths:
-        codes, axes, size = np.array(table.codes), range(len(self.problem.theory.mesh.axes)), len(table.codes)
-        edges = []
-        for axis in axes:
-            found = []
-            for p, q in self._neighbours(table, axis):
-                before, after = table.all_placements[p], table.all_placements[q]
-                variants = table.variants(axis, before.states[axis], after.states[axis])
-                if variants and may_change(table.ref, before, after, axis):
-                    found.append((p, q, len(every)))
-                    every.append(Edge(table.ref, axis, before, after, variants))
-            made = np.array(found, dtype=np.int64).reshape(-1, 3).T
-            edges.append((made[0], made[1], made[2]))
-        steps = np.full((len(axes), size + 1, size + 1), NONE)  # the last: there is none
+        reach, size, n = table.reach, len(table.codes), len(table.placements)
+        steps = np.full((len(reach.states), size + 1, size + 1), NONE)  # the last: there is none
         steps[:, range(size), range(size)] = STAYS
-        for axis, (sources, targets, numbers) in enumerate(edges):
+        edges = []
+        for axis, pairs in enumerate(reach.along):
+            variants = [[table.variants(axis, s, t) for t in reach.states[axis]] for s in reach.states[axis]]  # by codes
+            found = []
+            for p, q in pairs:
+                if own := variants[table.codes[p][axis]][table.codes[q][axis]]:
+                    found.append((p, q, len(every)))
+                    every.append(Edge(table.ref, axis, table.all_placements[p], table.all_placements[q], own))
+            sources, targets, numbers = np.array(found, dtype=np.int64).reshape(-1, 3).T
+            edges.append((sources, targets, numbers))
             steps[axis, sources, targets] = numbers
-        n = len(table.placements)
-        if len(axes) == 1:  # nothing lies between
+        if len(steps) == 1:  # nothing lies between
             return Paths(tuple(edges), steps[:, :n, :n].reshape(1, 1, -1), np.zeros((5, 0), dtype=np.int64))
-        lookup = np.full(codes.max(axis=0) + 2, size)
-        lookup[tuple(codes.T)] = np.arange(size)
-        orders = []
-        for order in permutations(axes):
-            at, place, path = np.repeat(codes[:n, None], n, axis=1), np.repeat(np.arange(n)[:, None], n, axis=1), []
-            for axis in order:
-                at = at.copy()
-                at[:, :, axis] = codes[None, :n, axis]
-                after = lookup[tuple(np.moveaxis(at, 2, 0))]
-                path.append(steps[axis, place, after].ravel())
-                place = after
-            orders.append(path)
-        return Paths(tuple(edges), np.array(orders), self._shared(table, every))
+        orders = np.array([[steps[axis, at, after].ravel() for axis, at, after in order] for order in reach.orders])
+        return Paths(tuple(edges), orders, self._shared(table, every))
 
     def _shared(self, table: TensorTable, every: list[Edge]) -> Numbers:
         numbers: dict[tuple[Placement, Placement], int] = {}
         found = []
-        whole_inside = [i for i, p in enumerate(table.placements) if not isinstance(p.states[INNER], Sharded)]
-        for p, q in permutations(whole_inside if len(table.placements[0].states) == 2 else (), 2):
-            passed = table.passed(p, q)
-            if not passed:
-                continue
-            steps = []
+        for (p, q), passed in table.all_passed.items():
+            own = []
             for axis, before, after in zip((INNER, OUTER, INNER), passed, passed[1:], strict=False):
                 number = numbers.setdefault((before, after), len(every))
                 if number == len(every):
                     every.append(Edge(table.ref, axis, before, after, (False,)))
-                steps.append(number)
-            found.append((p, q, *steps))
+                own.append(number)
+            found.append((p, q, *own))
         return np.array(found, dtype=np.int64).reshape(-1, 5).T
-
-    def _neighbours(self, table: TensorTable, axis: int) -> Iterator[tuple[int, int]]:
-        """Pairs of placements that differ on one axis only."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for p, code in enumerate(table.codes):
-            groups.setdefault(code[:axis] + code[axis + 1 :], []).append(p)
-        for group in groups.values():
-            yield from permutations(group, 2)
 
 
 class Weights:

@@ -18,8 +18,7 @@ from operator import and_, mul, truediv
 from typing import NamedTuple, TypeVar
 
 from hapx.cost.terms import Shares
-from hapx.plan import Communication
-from hapx.synth.effect import Effect, Event, Vector, cheaper, compose, nothing
+from hapx.synth.effect import Effect, Event, Vector, cheaper, compose, nothing, plus
 from hapx.synth.effect import effect as of_events
 from hapx.synth.grid import Grid
 from hapx.synth.problem import Choice, Problem, StepClass
@@ -27,7 +26,8 @@ from hapx.synth.tables import Conversion, Edge, Kept, StepTerms, TensorTable, Va
 from hapx.theory.conversion import storages
 from hapx.transposes import forward_collective
 
-Path = tuple[Communication, ...]
+Path = tuple[Edge, ...]
+Ran = tuple[list[Event], Vector, Vector]  # what a communication runs between devices, and seconds of copies forward and backward
 MOST = 200  # ways that none covers, if bytes count as well, from which on there are too many to look at
 MANY = 64  # ways to have some operands of a step, from which on those that others cover are left out before the next operand is looked at
 
@@ -89,6 +89,7 @@ class Moves:
         self._moves: dict[tuple[int, tuple[int, ...], int], tuple[Move, ...]] = {}
         self._options: dict[tuple[int, int, int, bool], tuple[Option, ...]] = {}
         self._edges: dict[int, Effect] = {}
+        self._ran: dict[int, Ran] = {}
         self._between: dict[tuple[int, int, int], tuple[tuple[Effect, Conversion], ...]] = {}
         self._effects: dict[int, tuple[Effect, ...]] = {}
 
@@ -179,40 +180,47 @@ class Moves:
                 effect = self.edge(table, edges[0])
                 for edge in edges[1:]:
                     effect = compose(effect, self.edge(table, edge))
-                path = tuple([e.step for e in edges])
-                makes, frees = any(forward_collective(c.source, c.target) for c in path), any(c.free for c in path)
-                groups.setdefault((makes, frees), []).append((effect, path))
+                makes, frees = any(forward_collective(e.step.source, e.step.target) for e in edges), any(e.step.free for e in edges)
+                groups.setdefault((makes, frees), []).append((effect, edges))
             self._between[key] = tuple(
-                (self._whole(table.conversion(source, target, path), effect, makes and not frees), table.conversion(source, target, path))
+                (self._whole(table, target, edges, effect, makes and not frees), table.conversion(source, target, tuple([e.step for e in edges])))
                 for (makes, frees), candidates in groups.items()
-                for effect, path in _cheapest(candidates)
+                for effect, edges in _cheapest(candidates)
             )
         return self._between[key]
 
-    def _whole(self, conversion: Conversion, effect: Effect, holds: bool) -> Effect:
+    def _whole(self, table: TensorTable, target: int, edges: Path, effect: Effect, holds: bool) -> Effect:
         """Of a path with what it keeps in memory; effect: of its edges, which of more than one is not quite that of all, as all copies come last."""
-        if len(conversion.path) > 1:
-            return self._effect(conversion.step, self.exposed)
-        held = conversion.table.held(conversion.table.placements[conversion.target]) if holds else -1
+        if len(edges) > 1 and self.capacity is None:
+            ran = [self._run(table, edge) for edge in edges]
+            events = [event for own, _, _ in ran for event in own]
+            effect = of_events(events, reduce(plus, [ahead for _, ahead, _ in ran]), reduce(plus, [back for _, _, back in ran]), self.values.zero)
+        held = table.held(table.placements[target]) if holds else -1
         return self._counted(effect._replace(memory=self.values[held]))
 
     def edge(self, table: TensorTable, edge: Edge) -> Effect:
         """The effect of one communication, without what it keeps in memory."""
         key = id(edge)
         if key not in self._edges:
-            self._edges[key] = self._communication(table, edge) if self.capacity is None else self.nothing
+            self._edges[key] = of_events(*self._run(table, edge), self.values.zero) if self.capacity is None else self.nothing
         return self._edges[key]
 
-    def _communication(self, table: TensorTable, edge: Edge) -> Effect:
+    def _run(self, table: TensorTable, edge: Edge) -> Ran:
+        key = id(edge)
+        if key not in self._ran:
+            self._ran[key] = self._communication(table, edge)
+        return self._ran[key]
+
+    def _communication(self, table: TensorTable, edge: Edge) -> Ran:
         number = self.grid.number.get((id(table), edge.source, edge.target))
         moved = self.edges.moved(number, edge.step.form, edge.step.free) if number is not None else None
         if moved is None:
             terms = table.terms_of(edge)
-            return self.values.effect(StepTerms(terms.forward, terms.backward, terms.communication, -1), self.exposed)
+            return self.values.events(terms, self.exposed), self.values[terms.forward], self.values[terms.backward]
         seconds, forward, backward, sums, cuts, copied = moved
         events: list[Event] = [("forward", seconds, cuts)] * forward
         events += [("synchronise" if sums else "backward", seconds, cuts)] * backward
-        return of_events(events, copied[0], copied[1], self.values.zero)
+        return events, *copied
 
     def price(self, term: int) -> float:
         """What the memory of a term costs."""

@@ -3,7 +3,7 @@
 In: a cost model and the placements that the theory knows for a tensor. Out: numbers and bit sets, computed when first asked for and shared by all
 tensors that are alike (shape, dtype, gradient, placements), so that twelve equal layers cost as much as one.
 
-Invariant: bit q of `closure(p)` is set iff a tensor in placement p is in placement q without communication in either direction.
+Which placements follow from which does not depend on costs: `hapx.theory.reach`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hapx.cost.model import CommunicationCost, CostModel, StepCost
 from hapx.cost.table import TermTable
 from hapx.cost.terms import Shares, Term
 from hapx.ir import Kind, TensorRef
-from hapx.layout import compatible
 from hapx.plan import Communication, Form, Mesh
 from hapx.restriction import Restriction
 from hapx.states import Invariant, Placement, Replicated, Sharded, State
-from hapx.synth.effect import Effect, Vector, effect
+from hapx.synth.effect import Effect, Event, Vector, effect
 from hapx.synth.forbidden import Change
-from hapx.theory.conversion import direct_paths, free, shared_paths, shared_placements, stays
+from hapx.theory.conversion import direct_paths, shared_paths
+from hapx.theory.reach import reach
 from hapx.transposes import forward_collective
 
 
@@ -60,12 +60,16 @@ class Values:
             self._values.append(tuple(term.at(self.shares).tolist()))
         return self._values[number]
 
-    def effect(self, step: StepTerms, exposed: float = 1.0) -> Effect:
-        """exposed: how much of what is synchronised counts."""
-        events = [(d, self[n], cuts) for d, n, cuts in step.communication]
+    def events(self, step: StepTerms, exposed: float = 1.0) -> list[Event]:
+        """The communications of a step. exposed: how much of what is synchronised counts."""
+        events: list[Event] = [(d, self[n], cuts) for d, n, cuts in step.communication]  # type: ignore[misc]
         if exposed != 1.0:
             events = [(d, tuple([exposed * x for x in own]) if d == "synchronise" else own, cuts) for d, own, cuts in events]
-        return effect(events, self[step.forward], self[step.backward], self[step.memory])  # type: ignore[arg-type]
+        return events
+
+    def effect(self, step: StepTerms, exposed: float = 1.0) -> Effect:
+        """Of a step (see `events`)."""
+        return effect(self.events(step, exposed), self[step.forward], self[step.backward], self[step.memory])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,9 @@ class TensorTable:
                  rule: Restriction, training: bool, forbidden: frozenset[Change] = frozenset()):  # fmt: skip
         self.ref, self.placements, self.cost, self.terms, self.mesh = ref, tuple(placements), cost, terms, mesh
         self.rule, self.training, self.forbidden = rule, training, forbidden
-        self.number = {p: i for i, p in enumerate(self.placements)}
-        self._code()
+        self.reach = reach(ref, self.placements)
+        self.number, self.closure = self.reach.number, self.reach.closure
+        self.codes, self.all_placements = self.reach.codes, self.reach.all_placements
         self.full = (1 << len(self.placements)) - 1
         self.parameter = ref.kind is Kind.PARAMETER
         self.stored: list[Kept] = []
@@ -125,21 +130,11 @@ class TensorTable:
             update = (CommunicationCost("synchronise", cost.update(ref, p), False),) if training and ref.requires_grad and self.parameter else ()
             both = numbered(terms, StepCost(None, None, update, memory))
             self.stored.append(Kept(self.number[p], memory, StepCost(None, None, update, None), both))
-        self._closure: dict[int, int] = {}
         self._held: dict[Placement, int] = {}
         self._edges: dict[tuple[int, int], tuple[Edge, ...]] = {}
         self._shared: dict[tuple[int, int], tuple[tuple[Edge, ...], ...]] = {}
         self._shared_edges: dict[tuple[int, int, int, int, Form], tuple[StepCost, Edge]] = {}
         self._conversions: dict[tuple[int, int, tuple[Communication, ...]], Conversion] = {}
-
-    def closure(self, source: int) -> int:
-        """The bit set of placements that are free from `source`, itself included."""
-        if source not in self._closure:
-            p, axes = self.placements[source], range(len(self.states))
-            stay = [[stays(self.ref, p.states[a], t) for t in self.states[a]] for a in axes]  # by code
-            possible = (i for i in range(len(self.placements)) if all(stay[a][self.codes[i][a]] for a in axes))
-            self._closure[source] = sum(1 << i for i in possible if free(self.ref, p, self.placements[i]))
-        return self._closure[source]
 
     def apart(self, mask: int) -> list[int]:
         """The bit sets that single placements of a set give, without those that others include."""
@@ -155,7 +150,7 @@ class TensorTable:
             choices, at = [], source
             for axis in order:
                 code = self.codes[at]
-                after = self.at_code.get(code[:axis] + (other[axis],) + code[axis + 1 :])
+                after = self.reach.at_code.get(code[:axis] + (other[axis],) + code[axis + 1 :])
                 found = self.edges(at, after) if after is not None else ()
                 if not found or after is None:
                     break
@@ -176,9 +171,17 @@ class TensorTable:
 
     def passed(self, source: int, target: int) -> tuple[Placement, ...]:
         """The placements on a path through shards of the inner axis; none if there is no such path, or it is forbidden."""
-        found = shared_placements(self.ref, self.mesh, self.placements[source], self.placements[target])
-        changes = [(a, p.states[a], q.states[a]) for p, q in pairwise(found) for a in range(len(p.states))]
-        return found if all(s == t or self.variants(a, s, t) for a, s, t in changes) else ()
+        return self.all_passed.get((source, target), ())
+
+    @cached_property
+    def all_passed(self) -> dict[tuple[int, int], tuple[Placement, ...]]:
+        """By source and target."""
+        found = self.reach.shared(self.ref, self.mesh)
+        return {at: passed for at, passed in found.items() if all(self._allowed(p, q) for p, q in pairwise(passed))}
+
+    def _allowed(self, before: Placement, after: Placement) -> bool:
+        """Whether conversions of the axes on which placements differ are allowed."""
+        return all(s == t or self.variants(a, s, t) for a, (s, t) in enumerate(zip(before.states, after.states, strict=True)))
 
     def _steps(self, path: tuple[Communication, ...], at: Placement) -> Iterator[Edge]:
         """The steps of a path; equal ones with equal costs are one edge."""
@@ -220,19 +223,6 @@ class TensorTable:
     def free_path(self, source: int, target: int) -> tuple[Communication, ...]:
         """The path of a free conversion; any of them, none communicates."""
         return direct_paths(self.ref, self.mesh, self.placements[source], self.placements[target], self.rule.forms)[0]
-
-    def _code(self) -> None:
-        """Numbers the states of each axis, and adds placements that lie between the known ones (after one axis has changed)."""
-        axes = range(len(self.mesh.axes))
-        number: list[dict[State, int]] = [{} for _ in axes]
-        for p in self.placements:
-            for a in axes:
-                number[a].setdefault(p.states[a], len(number[a]))
-        between = [q for states in product(*number) if compatible(states) and (q := Placement(states)) not in self.number] if len(axes) > 1 else []
-        self.all_placements = (*self.placements, *between)
-        self.states = tuple(tuple(states) for states in number)  # of each axis, by code
-        self.codes = [tuple(number[a][p.states[a]] for a in axes) for p in self.all_placements]
-        self.at_code = {code: i for i, code in enumerate(self.codes)}
 
     def variants(self, axis: int, source: State, target: State) -> tuple[bool, ...]:
         """Whether what is gathered is freed: the allowed choices, none where there is no such conversion. A parameter gathered for use is kept for

@@ -30,6 +30,8 @@ OUTER, INNER = 0, 1  # axes of a mesh of two levels
 FORMED = frozenset({"all_gather", "reduce_scatter"})
 # collectives between machines that the devices of one may share
 SHARED = FORMED | {"all_reduce"}
+# kinds of tensors of which they do
+VALUES = (Kind.VALUE, Kind.RECEIVED)
 
 
 def paths(ref: TensorRef, mesh: Mesh, source: Placement, target: Placement, forms: frozenset[str]) -> tuple[Path, ...]:
@@ -100,7 +102,7 @@ def shares(mesh: Mesh, source: Placement, target: Placement) -> bool:
 
 def shared_placements(ref: TensorRef, mesh: Mesh, source: Placement, target: Placement) -> tuple[Placement, ...]:
     """The placements that such a path passes, source and target included; none if there is no such path."""
-    if ref.kind not in (Kind.VALUE, Kind.RECEIVED) or not shares(mesh, source, target):
+    if ref.kind not in VALUES or not shares(mesh, source, target):
         return ()
     between = _inner_shards(ref.shape, mesh, source.states[OUTER], target.states[OUTER])
     return _shared_placements(ref.requires_grad, source, target, between) if between is not None else ()
