@@ -40,7 +40,8 @@ from hapx.synth.astar import Statistics
 from hapx.theory.discover import discover
 from hapx.theory.normalise import warn_of_mixing
 
-MANY = 16  # micro-batches per stage: more leave little work for each
+MANY = 16  # micro-batches per stage: more leave little work for each, so twice as many are tried only where the last doubling was worth
+GAINED = 0.03  # of the time
 NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
 MOST_ASKS = 60  # shapes (at one number of micro-batches), unless nothing was found yet
 WORTH = 0.01  # of the time, for which another number of micro-batches is looked at
@@ -245,14 +246,15 @@ def pipelines(
         # smaller micro-batches take less memory
         todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and rival() is None and asked.graph.batch % n == 0]
     plans.sort(key=lambda m: m.plan.iteration_time)
-    missed = 0
+    missed, gained = 0, 0.0
     while more and plans and missed < MISSES and is_short(plans[0]):  # smaller ones leave room for quicker programs
-        number = 2 * max(a.asked.repeats for a in askers)
-        if asked.graph.batch % number or number > MANY * _unit(asked.cluster) or (asker := another(number, afresh=True)) is None:
+        number, most = 2 * max(a.asked.repeats for a in askers), MANY * _unit(asked.cluster) * (2 if gained > GAINED else 1)
+        if asked.graph.batch % number or number > most or (asker := another(number, afresh=True)) is None:
             break
-        found = _chosen(asked, [asker], rival, plans[0].plan.iteration_time, watch, one_stage)
+        before = plans[0].plan.iteration_time
+        found = _chosen(asked, [asker], rival, before, watch, one_stage)
         plans = sorted([*plans, *found], key=lambda m: m.plan.iteration_time)
-        missed = 0 if plans[0].asker is asker else missed + 1
+        missed, gained = 0 if plans[0].asker is asker else missed + 1, 1 - plans[0].plan.iteration_time / before
     looked = {a.asked.repeats for a in askers}  # numbers of micro-batches at which the program has looked
     while more and plans and (made := with_twice_as_many(plans[0], looked)) is not None and faster(made, plans[0]):
         plans.insert(0, made)
