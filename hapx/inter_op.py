@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from typing import Any
 
@@ -52,6 +52,8 @@ CLOSE = 1.04  # those that take so many times as long as the best of them at mos
 LIKE = 2  # times the samples of a micro-batch: what was searched for one is carried over to the other
 MISSES = 2  # times that twice as many micro-batches may be no faster, where memory binds
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
+
+SLOW = 5  # times as long as it takes here: a copy that has not captured by then does not come to an end
 
 _Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
 Rival = Callable[[], Plan | None]
@@ -210,11 +212,12 @@ def pipelines(
     # what is asked only has to rank: stages that are chosen are planned once more without these limits
     rule = replace(asked.rule, segments="none", max_stages=1, remat="none", sfb="never", forms=asked.rule.forms & {"padded"} or asked.rule.forms)
     askers: list[Asker] = []
+    captured = _Captured(parts)
 
     def another(number: int, afresh: bool = False) -> Asker | None:
         """Also asks about so many micro-batches; None where their layers are others. afresh: not with programs that were searched for like ones."""
         watch(f"capturing one of {number} micro-batches")
-        asker = _asker(asked, rule, parts, number)
+        asker = _asker(asked, rule, captured, number)
         if asker is None or (askers and len(asker.layers) != len(askers[0].layers)):
             return None
         like = (a for a in askers if not a.others and max(number, n := a.asked.repeats) <= LIKE * min(number, n))
@@ -238,8 +241,9 @@ def pipelines(
     plans: list[Made] = []
     todo = list(numbers)
     while todo and not plans:
-        for number in todo:
-            another(number)
+        with captured.beforehand(todo[1:]):
+            for number in todo:
+                another(number)
         if not askers:
             return []
         plans = _chosen(asked, askers, rival, inf, watch, one_stage)
@@ -369,6 +373,32 @@ def _interleaved(plans: Sequence[Made], asked: Setting, watch: Callable[[str], N
     watch("the best pipeline with several stages on every submesh")
     again = put_together(asker, pipeline, asked.rule, dict(plans[0].plan.statistics))
     return again if again is not None and again.plan.iteration_time < best else None
+
+
+class _Captured:
+    """Graphs of micro-batches by their number, as `parts` gives them; some are captured by copies of the process."""
+
+    def __init__(self, parts: Callable[[int], Graph]):
+        self._parts = parts
+        self._copies: dict[int, Later[Graph]] = {}
+        self._seconds = 1.0  # that capturing takes, at most
+
+    @contextmanager
+    def beforehand(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Inside, these are captured meanwhile."""
+        with ExitStack() as copies:
+            self._copies = {number: copies.enter_context(beside(partial(self._parts, number))) for number in numbers}
+            yield
+        self._copies = {}
+
+    def __call__(self, number: int) -> Graph:
+        copy = self._copies.pop(number, None)
+        if copy is not None:
+            return copy.result(SLOW * self._seconds)
+        began = time.perf_counter()
+        graph = self._parts(number)
+        self._seconds = max(self._seconds, time.perf_counter() - began)
+        return graph
 
 
 def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], number: int) -> Asker | None:

@@ -87,18 +87,18 @@ class Later(Generic[T]):
         self.elsewhere = copy is not None
         self._job, self._copy = job, copy
 
-    def ready(self) -> bool:
-        """Whether the copy has something to say, if only that it has failed."""
+    def ready(self, seconds: float = 0.0) -> bool:
+        """Whether the copy has something to say, if only that it has failed; waits for it at most so many seconds."""
         if self._copy is None:
             return True
         watched = select.poll()  # whatever the number of the file is: `select.select` takes none above 1023
         watched.register(self._copy.output, select.POLLIN)
-        return bool(watched.poll(0))
+        return bool(watched.poll(seconds * 1e3))
 
-    def result(self) -> T:
-        """Waits for it; to be asked for once. A job whose copy comes to nothing is done here."""
+    def result(self, seconds: float | None = None) -> T:
+        """Waits for it, at most so many seconds; to be asked for once. A job whose copy comes to nothing, or to nothing in time, is done here."""
         with without_collections():
-            found = self._copy.results() if self._copy is not None else {}
+            found = self._copy.results() if self._copy is not None and (seconds is None or self.ready(seconds)) else {}
         return found[0] if 0 in found else self._job()
 
 

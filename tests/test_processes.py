@@ -211,3 +211,21 @@ def test_a_job_beside_that_fails_is_done_here(cores: int, monkeypatch: pytest.Mo
     with pytest.raises(KeyError, match="no such thing"), beside(fails) as later:
         later.result()
     assert not children() and len(FORKED) == (2 if cores > 1 else 0)
+
+
+def test_a_copy_that_takes_too_long_is_given_up() -> None:
+    here = os.getpid()
+
+    def job() -> int:
+        if os.getpid() != here:
+            time.sleep(60)
+        return os.getpid()
+
+    began = time.monotonic()
+    with beside(job) as later:
+        assert later.elsewhere and not later.ready(0.1)
+        assert later.result(0.1) == here
+    assert time.monotonic() - began < 30
+    with beside(lambda: of_process(0.05)[0]) as later:
+        assert later.result(60.0) != here
+    assert not children()
