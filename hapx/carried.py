@@ -21,6 +21,7 @@ from hapx.plan import Communication, Instruction, Mesh, Program, Triple
 from hapx.states import Cut, Placement, Property, Row, Sharded, State
 from hapx.theory.derive import derive
 from hapx.theory.triple import Theory
+from hapx.theory.triples import NodeTriples
 
 States = Mapping[tuple[str, State], State]
 
@@ -111,7 +112,8 @@ def _number(triple: Triple, known: Sequence[Triple]) -> int | None:
     """Which of a node's triples an instruction is."""
     assert isinstance(triple.body, OpCall)
     form = triple.body.get("form")
-    for k, t in enumerate(known):
+    for k in known.like(triple) if isinstance(known, NodeTriples) else range(len(known)):
+        t = known[k]
         if t is triple or (
             (t.pre, t.post, t.work) == (triple.pre, triple.post, triple.work)
             and isinstance(t.body, OpCall)
@@ -132,12 +134,19 @@ def _moved(states: States, tensor: str, state: State) -> State:
 
 def _states(old: Theory, new: Theory) -> States | None:
     """(tensor, shards) there to shards here, by the triples in which they appear; None where triples differ by more than lengths."""
+    assert old.alike and new.alike, "theories as they are derived"
     if len(old.triples) != len(new.triples) or old.stored.keys() != new.stored.keys() or old.outputs.keys() != new.outputs.keys():
         return None
     found: dict[tuple[str, State], State] = {}
-    checked: set[tuple[int, int]] = set()  # objects that were compared: triples share their properties
-    for a, b in zip(old.triples, new.triples, strict=True):
-        if len(a) != len(b) or not all(_alike(found, checked, s.pre + s.post, t.pre + t.post) for s, t in zip(a, b, strict=True)):
+    checked: dict[tuple[int, int], list[set[tuple[Placement, Placement]]] | None] = {}  # by alike nodes there and here
+    for k, (a, b) in enumerate(zip(old.triples, new.triples, strict=True)):
+        key = old.alike[k], new.alike[k]
+        if key not in checked:
+            checked[key] = _pairs(a, b)
+        both, names = checked[key], _names(a[0])
+        if both is None or names != _names(b[0]):
+            return None
+        if not all(_pair(found, name, p, q) for name, own in zip(names, both, strict=True) for p, q in own):
             return None
     for before, after in ((old.stored, new.stored), (old.outputs, new.outputs)):
         for name in before:
@@ -147,18 +156,16 @@ def _states(old: Theory, new: Theory) -> States | None:
     return found
 
 
-def _alike(
-    found: dict[tuple[str, State], State], checked: set[tuple[int, int]], before: Sequence[Property], after: Sequence[Property]
-) -> bool:  # fmt: skip
+def _names(triple: Triple) -> list[str]:
+    return [p.tensor for p in (*triple.pre, *triple.post)]
+
+
+def _pairs(before: Sequence[Triple], after: Sequence[Triple]) -> list[set[tuple[Placement, Placement]]] | None:
+    """What stands for what, per operand and result; None if there are not as many."""
     if len(before) != len(after):
-        return False
-    for p, q in zip(before, after, strict=True):
-        if (id(p), id(q)) in checked:
-            continue
-        if p.tensor != q.tensor or not _pair(found, p.tensor, p.placement, q.placement):
-            return False
-        checked.add((id(p), id(q)))
-    return True
+        return None
+    there, here = (list(zip(*([p.placement for p in (*t.pre, *t.post)] for t in own), strict=True)) for own in (before, after))
+    return [set(zip(p, q, strict=True)) for p, q in zip(there, here, strict=True)] if len(there) == len(here) else None
 
 
 def _pair(found: dict[tuple[str, State], State], tensor: str, before: Placement, after: Placement) -> bool:

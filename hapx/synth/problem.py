@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from hapx.cost.compute import lies, work
 from hapx.cost.memory import converted_again, forgotten, kept
@@ -29,6 +29,7 @@ from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.tables import StepTerms, TensorTable, numbered, shards
 from hapx.theory.factors import form_allowed, gathered
+from hapx.theory.grains import operands
 from hapx.theory.triple import Theory
 
 
@@ -107,7 +108,7 @@ class Problem:
     start: int
     unused: dict[str, Placement]
     cuts: frozenset[Cut]
-    triples: list[list[Triple]]
+    triples: list[Sequence[Triple]]
     classes: list[StepClass] = field(default_factory=list)
     seeds: list[Mapping[int, Any]] | None = None  # see `hapx.synth.seeds`; made when first searched
     watch: Callable[[int, float, float | None], None] | None = None  # see `hapx.synth.astar.Watch`
@@ -173,7 +174,7 @@ class _Builder:
 
     # -- what the restriction leaves -------------------------------------------------------------------------------------------------------------
 
-    def _filtered(self) -> list[list[Triple]]:
+    def _filtered(self) -> list[Sequence[Triple]]:
         if not self.nameless:
             return [self._filter(i, ts) for i, ts in enumerate(self.theory.triples)]
         left: dict[int, list[int]] = {}  # by alike nodes
@@ -181,9 +182,11 @@ class _Builder:
             if number not in left:
                 kept = set(map(id, self._filter(i, ts)))
                 left[number] = [k for k, t in enumerate(ts) if id(t) in kept]
-        return [[ts[k] for k in left[number]] for number, ts in zip(self.theory.alike, self.theory.triples, strict=True)]
+        return [
+            ts if len(left[number]) == len(ts) else _Left(ts, left[number]) for number, ts in zip(self.theory.alike, self.theory.triples, strict=True)
+        ]
 
-    def _filter(self, node: int, triples: tuple[Triple, ...]) -> list[Triple]:
+    def _filter(self, node: int, triples: Sequence[Triple]) -> list[Triple]:
         allowed = [t for t in triples if self._split_allowed(t) and form_allowed(t.body, self.rule.forms) and not self.forbidden.triple(t)]
         kept = self._forced(node, allowed)
         sfb = [t for t in kept if gathered(t.body) is not None]
@@ -239,13 +242,17 @@ class _Builder:
         """Per tensor the last and the first step that reads it."""
         last: dict[str, int] = {}
         first: dict[str, int] = {}
-        reads: list[Sequence[str]] = [[p.tensor for p in ts[0].pre] for ts in self.triples]
+        reads: list[Sequence[str]] = [self._reads(k) for k in range(len(self.triples))]
         reads += [[o.tensor] for o in self.graph.outputs]
         for k, names in enumerate(reads):
             for name in names:
                 first.setdefault(name, k)
                 last[name] = k
         return last, first
+
+    def _reads(self, k: int) -> list[str]:
+        """What a node reads, one name per occurrence, as every triple of it says."""
+        return [ref.name for ref in operands(self.graph, self.graph.nodes[k])]
 
     def _id(self, placement: Placement) -> int:
         number = self.by_object.get(id(placement))
@@ -271,8 +278,9 @@ class _Builder:
             if number not in seen:
                 places = zip(*([self._id(p.placement) for p in t.pre + t.post] for t in triples), strict=True)
                 seen[number] = list(map(set, places))
-            for p, ids in zip(triples[0].pre + triples[0].post, seen[number], strict=True):
-                found.setdefault(p.tensor, set()).update(ids)
+            names = (*self._reads(k), *(o.name for o in self.graph.nodes[k].outputs))
+            for name, ids in zip(names, seen[number], strict=True):
+                found.setdefault(name, set()).update(ids)
         extra = [*self.stored.items(), *self.theory.outputs.items()]
         extra += [(r.name, (whole,)) for r in self.graph.sources]
         for name, placements in extra:
@@ -317,7 +325,7 @@ class _Builder:
 
     def _node(self, k: int, bits: _Registers) -> Step:
         node = self.graph.nodes[k]
-        read = [p.tensor for p in self.triples[k][0].pre]
+        read = self._reads(k)
         tensors = tuple(dict.fromkeys(read))
         outputs = tuple([o.name for o in node.outputs])
         slots = self._slots(k, tensors)
@@ -391,6 +399,25 @@ class _Builder:
                 bits.release(name)
         made = tuple(bits.take(name, r.table) if r.live else -1 for name, r in zip(outputs, kind.results, strict=True))
         return Step(kind, tensors, outputs, tuple(shifts), made, keep, reads, live)
+
+
+class _Left(Sequence[Triple]):
+    """Some of the triples of a node."""
+
+    def __init__(self, triples: Sequence[Triple], numbers: Sequence[int]):
+        self._triples, self._numbers = triples, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, number: int) -> Triple: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[Triple, ...]: ...
+    def __getitem__(self, number: int | slice) -> Triple | tuple[Triple, ...]:
+        if isinstance(number, slice):
+            return tuple([self._triples[k] for k in self._numbers[number]])
+        return self._triples[self._numbers[number]]
 
 
 class _Registers:

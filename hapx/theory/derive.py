@@ -9,19 +9,19 @@ communications are not listed: see `hapx.theory.conversion`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from hapx.ir import Graph, Kind, Node, OpCall, TensorRef
+from hapx.ir import Graph, Kind, TensorRef
 from hapx.layout import compatible
 from hapx.plan import Mesh, Triple
-from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Placement, Property, Row, Sharded, State
+from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Placement, Row, Sharded, State
 from hapx.theory.discover import refuse
-from hapx.theory.factors import in_all_forms
 from hapx.theory.grains import Grains, find_grains, operands
-from hapx.theory.registry import LocalCall, Rule, Site, lookup
+from hapx.theory.registry import Rule, Site, lookup
 from hapx.theory.triple import Theory
+from hapx.theory.triples import Names, NodeTriples, Shape, Shapes, body
 
 # what is there, in a placement that is chosen, before a program begins
 STORED = (Kind.PARAMETER, Kind.BUFFER, Kind.RECEIVED)
@@ -52,7 +52,8 @@ def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None, like: Theory 
     if like is None:
         check_operators(graph)
         derivation = _Derivation(graph, mesh, grains)
-        triples, alike = zip(*(derivation.triples(i) for i in range(len(graph.nodes))), strict=True) if graph.nodes else ((), ())
+        alike = tuple(derivation.number(i) for i in range(len(graph.nodes)))
+        triples: Sequence[Sequence[Triple]] = tuple(map(derivation.triples, range(len(graph.nodes)), alike))
         batch = batch_cuts(graph, mesh, grains)
     else:
         assert like.graph is graph and (len(like.mesh.axes), like.mesh.uneven) == (len(mesh.axes), mesh.uneven), "a theory of another kind of mesh"
@@ -85,49 +86,28 @@ def check_operators(graph: Graph) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A triple without names: what alike nodes share."""
-
-    pre: tuple[Placement, ...]
-    post: tuple[Placement, ...]
-    variants: tuple[str, ...]
-    work: tuple[Cut | None, ...]
-
-
 class _Derivation:
     """The triples of all nodes of a graph; nodes that are alike share their shapes. Equal placements are one object."""
 
     def __init__(self, graph: Graph, mesh: Mesh, grains: Grains):
         self.graph, self.mesh, self.grains = graph, mesh, grains
-        self.shapes: dict[object, tuple[int, tuple[Shape, ...]]] = {}
+        self.numbers: dict[object, int] = {}
+        self.shapes: list[Shapes] = []
         self.placements: dict[tuple[State, ...], Placement | None] = {}
-        self.properties: dict[tuple[str, int], Property] = {}
+        self.names = Names()
 
-    def triples(self, index: int) -> tuple[tuple[Triple, ...], int]:
-        """The triples of a node, and a number that alike nodes share."""
+    def number(self, index: int) -> int:
+        """A number that alike nodes share: that of their shapes."""
         node, tensors = self.graph.nodes[index], operands(self.graph, self.graph.nodes[index])
-        key = self._key(index, tensors)
-        if key not in self.shapes:
-            self.shapes[key] = len(self.shapes), self._shapes(index, tensors)
-        number, shapes = self.shapes[key]
-        properties = self.properties
+        number = self.numbers.setdefault(self._key(index, tensors), len(self.shapes))
+        if number == len(self.shapes):
+            self.shapes.append(Shapes.of(self._shapes(index, tensors), node, index + self.graph.first, tensors))
+        return number
 
-        def named(refs: tuple[TensorRef, ...], placements: tuple[Placement, ...]) -> tuple[Property, ...]:
-            return tuple([properties.get((r.name, id(p))) or new(r.name, p) for r, p in zip(refs, placements, strict=True)])
-
-        def new(name: str, placement: Placement) -> Property:
-            # placements are unique objects: their identity stands for them
-            found = properties[name, id(placement)] = Property(name, placement)
-            return found
-
-        found = []
-        for shape in shapes:
-            body = _body(node, index + self.graph.first, tensors, shape)
-            assert body is not None, f"alike nodes differ: {node}"
-            pre, post = named(tensors, shape.pre), named(node.outputs, shape.post)
-            found += [Triple(index, pre, post, call, shape.work) for call in in_all_forms(body)]
-        return tuple(found), number
+    def triples(self, index: int, number: int) -> NodeTriples:
+        """Of a node with this number."""
+        node = self.graph.nodes[index]
+        return NodeTriples(node, index, self.graph.first, operands(self.graph, node), self.shapes[number], self.names)
 
     def _key(self, index: int, tensors: tuple[TensorRef, ...]) -> object:
         """Equal for nodes with equal shapes: the same rules, cut into the same units of one segment's rows."""
@@ -145,7 +125,7 @@ class _Derivation:
             if any(p is None for p in (*pre, *post)):
                 continue
             shape = Shape(pre, post, tuple(r.variant for r in combination), tuple(r.work for r in combination))  # type: ignore[arg-type]
-            if _body(node, index, tensors, shape) is not None:
+            if body(node, index, tensors, shape) is not None:
                 found.setdefault(tuple(map(id, (*pre, *post))), shape)
         return tuple(found.values())
 
@@ -154,14 +134,6 @@ class _Derivation:
         if states not in self.placements:
             self.placements[states] = Placement(states) if compatible(states) else None
         return self.placements[states]
-
-
-def _body(node: Node, index: int, tensors: tuple[TensorRef, ...], shape: Shape) -> OpCall | None:
-    entry = lookup(node.call)
-    if entry is None or entry.body is None:
-        assert not any(shape.variants), f"{node.call.target} has variants {shape.variants} but no body"
-        return node.call
-    return entry.body(LocalCall(node, index, tensors, shape.pre, shape.post, shape.variants))
 
 
 def _axis_rules(graph: Graph, mesh: Mesh, grains: Grains, index: int, axis: int) -> tuple[AxisRule, ...]:

@@ -20,7 +20,6 @@ from hapx.theory.triple import Theory
 def replay(program: Program, theory: Theory, storage: Mapping[str, Placement]) -> None:
     """Raise PlanError unless `program` provably computes the graph's outputs."""
     have = _start(program, theory, storage)
-    known = [frozenset(ts) for ts in theory.triples]
     done: list[int] = []
     for k, instruction in enumerate(program.instructions):
         triple = instruction.triple
@@ -30,7 +29,7 @@ def replay(program: Program, theory: Theory, storage: Mapping[str, Placement]) -
                 raise PlanError(f"reads {needed}, which nothing before it makes", where=where)
         if triple.node is None:
             _conversion(triple, theory, where)
-        elif not 0 <= triple.node < len(known) or triple not in known[triple.node]:
+        elif not 0 <= triple.node < len(theory.triples) or triple not in theory.triples[triple.node]:
             raise PlanError(f"{triple} is not a triple of the theory", where=where)
         else:
             done.append(triple.node)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hapx.ir import Graph
@@ -21,12 +21,12 @@ class Theory:
 
     graph: Graph
     mesh: Mesh
-    triples: tuple[tuple[Triple, ...], ...]
+    triples: Sequence[Sequence[Triple]]
     stored: Mapping[str, tuple[Placement, ...]]
     outputs: Mapping[str, tuple[Placement, ...]]
     batch: frozenset[tuple[str, Sharded]]
     alike: tuple[int, ...] = ()
 
-    def with_triples(self, triples: Iterable[tuple[Triple, ...]]) -> Theory:
+    def with_triples(self, triples: Iterable[Sequence[Triple]]) -> Theory:
         """With other triples, of which it is not known which nodes have alike ones."""
         return replace(self, triples=tuple(triples), alike=())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+
 import pytest
 
 from hapx.errors import UnsupportedOperatorError
@@ -168,3 +171,19 @@ def test_a_theory_of_longer_axes_is_made_from_one_of_shorter_ones(name: str) -> 
         assert derive(graph, short).stored != expected.stored  # small parameters are not kept in so many shards
     with pytest.raises(AssertionError, match="another kind of mesh"):
         derive(graph, flat(2), like=derive(graph, two_level(2, 2)))
+
+
+def test_triples_of_a_node_are_made_when_they_are_asked_for() -> None:
+    theory = derive(CASES["mlp"].graph, two_level(2, 2))
+    node = next(ts for ts in theory.triples if len(ts) > 3)
+    last, every = node[-1], tuple(node)
+    assert len(every) == len(node) and node[len(node) - 1] is last and every[-1] is last
+    assert node[1:3] == every[1:3] and list(reversed(node)) == [*reversed(every)]
+    assert all(triple in node for triple in every)
+    assert replace(last, node=last.node + 1) not in node and "no triple" not in node
+    with pytest.raises(IndexError):
+        node[len(node)]
+    again = pickle.loads(pickle.dumps(theory))
+    assert again == theory and again.triples[0][0] is again.triples[0][0]
+    placements = [p.placement for ts in again.triples for t in ts for p in (*t.pre, *t.post)]
+    assert len({id(p) for p in placements}) == len(set(placements))  # equal ones are one object there, too
