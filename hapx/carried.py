@@ -112,7 +112,8 @@ def _number(triple: Triple, known: Sequence[Triple]) -> int | None:
     """Which of a node's triples an instruction is."""
     assert isinstance(triple.body, OpCall)
     form = triple.body.get("form")
-    for k in known.like(triple) if isinstance(known, NodeTriples) else range(len(known)):
+    assert isinstance(known, NodeTriples), "theories as they are derived"
+    for k in known.like(triple):
         t = known[k]
         if t is triple or (
             (t.pre, t.post, t.work) == (triple.pre, triple.post, triple.work)

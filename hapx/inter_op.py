@@ -52,7 +52,6 @@ CLOSE = 1.04  # those that take so many times as long as the best of them at mos
 LIKE = 2  # times the samples of a micro-batch: what was searched for one is carried over to the other
 MISSES = 2  # times that twice as many micro-batches may be no faster, where memory binds
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
-
 SLOW = 5  # times as long as it takes here: a copy that has not captured by then does not come to an end
 
 _Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
@@ -388,8 +387,10 @@ class _Captured:
         """Inside, these are captured meanwhile."""
         with ExitStack() as copies:
             self._copies = {number: copies.enter_context(beside(partial(self._parts, number))) for number in numbers}
-            yield
-        self._copies = {}
+            try:
+                yield
+            finally:
+                self._copies = {}
 
     def __call__(self, number: int) -> Graph:
         copy = self._copies.pop(number, None)

@@ -12,6 +12,7 @@ A *placement* is one state per mesh axis, a *property* is (tensor, placement).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -138,6 +139,14 @@ class Placement(_Hashed):
 
     def with_state(self, axis: int, state: State) -> Placement:
         return Placement(self.states[:axis] + (state,) + self.states[axis + 1 :], self.nest)
+
+    def gathered(self, axes: Iterable[int]) -> Placement:
+        """The placement with no shards along some axes: what is in shards there is Replicated instead."""
+        placement = self
+        for axis in axes:
+            if isinstance(placement.states[axis], Sharded):
+                placement = placement.with_state(axis, REPLICATED)
+        return placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hapx.plan import Form
-from hapx.states import REPLICATED, Placement, Sharded, State, is_recut
+from hapx.states import Sharded, State, is_recut
 from hapx.transposes import TRANSPOSES
 
 
@@ -38,6 +38,7 @@ class Copies(NamedTuple):
         return Copies(*(a + b for a, b in zip(self, other, strict=True)))
 
 
+BEFORE, AFTER, WHOLE = range(3)  # a tensor before it is converted along an axis, after it, and after it but not in shards along the axis
 NO_COPIES = Copies()
 ENTERED, BUCKET = Copies(kernels=1.0), Copies(second=4.0, kernels=2.0)
 _OF_ANY_FORM = {
@@ -82,9 +83,8 @@ def sort(state: State) -> tuple[Any, ...]:
     return (Sharded, state.dim > 0 or state.outer > 1, state.cut.row.kind == "even") if isinstance(state, Sharded) else (type(state),)
 
 
-def copied(axis: int, before: Placement, after: Placement) -> tuple[Placement, Placement]:
-    """The placements of the shorter and of the longer tensor that `Copies` speak of."""
-    source, target = before.states[axis], after.states[axis]
-    if isinstance(source, Sharded) and isinstance(target, Sharded):
-        return before, after
-    return before if isinstance(source, Sharded) else after, after.with_state(axis, REPLICATED) if isinstance(target, Sharded) else after
+def copied(source: State, target: State) -> tuple[int, int]:
+    """The shorter and the longer tensor that `Copies` speak of, of those that a communication has to do with."""
+    if isinstance(source, Sharded):
+        return BEFORE, AFTER if isinstance(target, Sharded) else WHOLE
+    return AFTER, WHOLE

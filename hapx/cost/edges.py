@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hapx.cost.copies import Copies, sort
+from hapx.cost.copies import AFTER, BEFORE, WHOLE, Copies, copied, sort
 from hapx.cost.network import SCALAR_BYTES
 from hapx.cost.terms import Shares
 from hapx.ir import TensorRef
@@ -43,9 +43,6 @@ class Edge(NamedTuple):
     free: tuple[bool, ...]
 
 
-BEFORE, AFTER, WHOLE = range(3)  # a tensor before an edge, after it, and whole along its axis if it is in shards after it
-
-
 class Run(NamedTuple):
     """What edges have in common that lead along an axis between the same two states: the collective; of what fractions of the tensor it depends (see
     `AxisLinks.pieces`); on how many devices a gradient's sum is shared out (0: no gradient is summed); how often it runs forward and backward;
@@ -55,7 +52,7 @@ class Run(NamedTuple):
     collective: str
     first: int
     second: int
-    shard: int
+    shorter: int
     longer: int
     sharers: int
     forward: float
@@ -75,7 +72,7 @@ class Part:
     edges: Numbers
     first: Numbers
     second: Numbers
-    shard: Numbers
+    shorter: Numbers
     longer: Numbers
     bytes: Array
     whole: Array
@@ -113,8 +110,7 @@ class EdgePrices:
         known: dict[tuple[Any, ...], int | None] = {}  # by what edges with one `Run` have in common, its number
         wholes: dict[tuple[int, int], int] = {}
         runs: list[Run] = []
-        refs: dict[str, TensorRef] = {}
-        number_of: dict[str, int] = {}
+        refs: dict[str, tuple[int, TensorRef]] = {}
         rows: dict[tuple[int, str], list[tuple[int, ...]]] = {}
         self.rows: dict[tuple[int, bool], tuple[int, int]] = {}  # (edge, whether what is gathered is freed) -> its part, and its row there
         parts: dict[tuple[int, str], int] = {}
@@ -140,13 +136,12 @@ class EdgePrices:
                     continue
                 whole = wholes.get((axis, id(after)))
                 if whole is None:
-                    whole = wholes[axis, id(after)] = self._fraction(_whole(after, axis))
-                refs.setdefault(ref.name, ref)
+                    whole = wholes[axis, id(after)] = self._fraction(after.gathered((axis,)))
                 part = axis, runs[which].collective
                 own = rows.setdefault(part, [])
                 self.rows[number, free] = parts.setdefault(part, len(parts)), len(own)
-                own.append((number, which, number_of.setdefault(ref.name, len(number_of)), first, last, whole))
-        self.parts = [self._part(np.array(found), runs, list(refs.values())) for found in rows.values()]
+                own.append((number, which, refs.setdefault(ref.name, (len(refs), ref))[0], first, last, whole))
+        self.parts = [self._part(np.array(found), runs, [ref for _, ref in refs.values()]) for found in rows.values()]
         self._affine(list(self._fractions))
 
     def at(self, shares: Shares, exposed: float = 1.0) -> EdgesPriced:
@@ -197,11 +192,9 @@ class EdgePrices:
             first, second = BEFORE, AFTER
         even = all(s.cut.row.kind == "even" for s in (source, target) if isinstance(s, Sharded))
         ahead = float(sum(direction == "forward" for direction, _ in runs))
-        cut_before, cut_after = isinstance(source, Sharded), isinstance(target, Sharded)
-        shard, longer = BEFORE if cut_before else AFTER, AFTER if cut_before and cut_after else WHOLE  # see `hapx.cost.copies.copied`
         cuts = synchronises or self.costs.links[axis].cuts
         sharers = self.costs.sharers(axis, after) if synchronises else 0
-        return Run(axis, name, first, second, shard, longer, sharers, ahead, len(runs) - ahead, cuts, even, passes)
+        return Run(axis, name, first, second, *copied(source, target), sharers, ahead, len(runs) - ahead, cuts, even, passes)
 
     def _carried_out(self, edge: Edge, free: bool) -> tuple[Sequence[tuple[str, str]], tuple[tuple[Copies, ...], ...]]:
         """Collectives of an edge, and what is copied around them in every form. Of the other axes these see only whether one is whole, and of this
@@ -221,14 +214,14 @@ class EdgePrices:
         known, at = np.unique(which, return_inverse=True)
         columns = [np.array(column)[at] for column in zip(*(runs[i][2:] for i in known.tolist()), strict=True)]
         sharers, forward, backward, joins, even, passes = columns[4:]
-        first, second, shard, longer = (rows[np.arange(len(rows)), 3 + column] for column in columns[:4])
+        first, second, shorter, longer = (rows[np.arange(len(rows)), 3 + column] for column in columns[:4])
         whole, share = np.array([(float(r.bytes), self.costs.part_of_bucket(r)) for r in refs])[tensor].T
         summed = sharers > 0
         sent = np.where(summed, whole / np.maximum(sharers, 1) / self.costs.repeats, whole)
         latency = np.where(summed, share / self.costs.repeats, 1.0)
         axis, collective = runs[int(which[0])][:2]
         return Part(
-            axis, collective, edges, first, second, shard, longer, sent, whole, latency, summed, forward, backward, joins, even, passes
+            axis, collective, edges, first, second, shorter, longer, sent, whole, latency, summed, forward, backward, joins, even, passes
         )  # fmt: skip
 
     def _affine(self, fractions: Sequence[Placement]) -> None:
@@ -295,16 +288,11 @@ class EdgesPriced:
     def _copies(self, part: Part) -> list[tuple[Array, Array]]:
         """Per form, seconds of copies forward and backward: rows x kinds."""
         costs, whole = self.prices.costs, part.whole[:, None]
-        shard, longer = (self.fractions[which] * (whole * np.array(costs.per_byte)) for which in (part.shard, part.longer))
+        shorter, longer = (self.fractions[which] * (whole * np.array(costs.per_byte)) for which in (part.shorter, part.longer))
 
         def seconds(passes: Array) -> Array:
-            total: Array = passes[:, :1] * shard + passes[:, 1:2] * longer + passes[:, 2:] * np.array(costs.launch)
+            total: Array = passes[:, :1] * shorter + passes[:, 1:2] * longer + passes[:, 2:] * np.array(costs.launch)
             return total
 
         forms = range(len(self.prices.forms) if part.collective == "all_gather" else 1)
         return [(seconds(part.copied[:, form, 0]), seconds(part.copied[:, form, 1])) for form in forms]
-
-
-def _whole(placement: Placement, axis: int) -> Placement:
-    """Of what is in shards along an axis, the placement in which it is not."""
-    return placement.with_state(axis, REPLICATED) if isinstance(placement.states[axis], Sharded) else placement

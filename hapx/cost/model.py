@@ -277,7 +277,7 @@ class CostModel:
         of_weight = self.view.work(tuple(None if a in gathered else c for a, c in enumerate(cuts)), everywhere) if gathered else mostly
         k = len(self.kinds)
         flops = mostly.scaled((does.backward - does.of_weight,) * k) + of_weight.scaled((does.of_weight,) * k)
-        seen = {name: _whole_on(p, gathered) for name, p in placements.items()}
+        seen = {name: p.gathered(gathered) for name, p in placements.items()}
         return self._roofline(node, flops, does.moved_back, seen, does.kernels_back)
 
     def _composite(self, node: Node, body: OpCall, placements: Mapping[str, Placement]) -> list[CommunicationCost]:
@@ -286,7 +286,7 @@ class CostModel:
         if (factor := gathered_factor(body)) is not None:
             for ref in (self.graph.refs[factor], node.outputs[0]):
                 for axis in _axes(body, "gather"):
-                    shard, whole = placements[ref.name], _whole_on(placements[ref.name], (axis,))
+                    shard, whole = placements[ref.name], placements[ref.name].gathered((axis,))
                     form = Form(body["form"])
                     self._add(found, "backward", axis, self.links[axis].all_gather(form, self._part(shard, ref.bytes), self._part(whole, ref.bytes)))
         elif body.target == "hapx.cross_entropy":
@@ -414,8 +414,9 @@ class CostModel:
         """Seconds per kind."""
         if own == NO_COPIES:
             return self.view.constant(0.0)
-        shard, whole = copied(axis, before, after)
-        moved = self._part(shard, own.first * ref.bytes) + self._part(whole, own.second * ref.bytes)
+        tensors = before, after, after.gathered((axis,))
+        shorter, longer = (tensors[k] for k in copied(before.states[axis], after.states[axis]))
+        moved = self._part(shorter, own.first * ref.bytes) + self._part(longer, own.second * ref.bytes)
         return moved.scaled(self.per_byte) + self._launches(own.kernels)
 
     def collectives(self, ref: TensorRef, source: State, target: State, free: bool) -> list[tuple[Direction, str]]:
@@ -439,7 +440,7 @@ class CostModel:
         return EdgePrices(self, edges, forms)
 
     def _collective(self, name: str, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> Term | None:
-        links, whole = self.links[step.axis], self._part(_whole_on(after, (step.axis,)), float(ref.bytes))
+        links, whole = self.links[step.axis], self._part(after.gathered((step.axis,)), float(ref.bytes))
         if name == "all_reduce":
             return links.all_reduce(whole, ref.bytes <= SCALAR_BYTES)
         if is_recut(step.source, step.target):
@@ -491,14 +492,6 @@ _PRICED_AS = {"reduce_scatter": "all_gather"}
 def _axes(body: OpCall, argument: str) -> tuple[int, ...]:
     value = body.get(argument)
     return value.axes if isinstance(value, Axes) else ()
-
-
-def _whole_on(placement: Placement, axes: tuple[int, ...]) -> Placement:
-    """The placement with the given axes whole."""
-    for axis in axes:
-        if isinstance(placement.states[axis], Sharded):
-            placement = placement.with_state(axis, REPLICATED)
-    return placement
 
 
 def _partial(placement: Placement) -> bool:

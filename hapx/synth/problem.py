@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from hapx.cost.compute import lies, work
 from hapx.cost.memory import converted_again, forgotten, kept
@@ -31,6 +31,7 @@ from hapx.synth.tables import StepTerms, TensorTable, numbered, shards
 from hapx.theory.factors import form_allowed, gathered
 from hapx.theory.grains import operands
 from hapx.theory.triple import Theory
+from hapx.theory.triples import Triples
 
 
 class Slot(NamedTuple):
@@ -151,6 +152,8 @@ class _Builder:
         self.forgotten = forgotten(self.graph) if theory.alike and self.graph.mode == "train" else frozenset()
         self.known: dict[Any, StepClass] = {}
         self.stored = {name: self._stored(name) for name in theory.stored}
+        # what nodes read, one name per occurrence, as every triple of them says
+        self.reads = [[ref.name for ref in operands(self.graph, node)] for node in self.graph.nodes]
         self.classes: dict[Any, StepClass] = {}
 
     def problem(self) -> Problem:
@@ -242,17 +245,11 @@ class _Builder:
         """Per tensor the last and the first step that reads it."""
         last: dict[str, int] = {}
         first: dict[str, int] = {}
-        reads: list[Sequence[str]] = [self._reads(k) for k in range(len(self.triples))]
-        reads += [[o.tensor] for o in self.graph.outputs]
-        for k, names in enumerate(reads):
+        for k, names in enumerate([*self.reads, *([o.tensor] for o in self.graph.outputs)]):
             for name in names:
                 first.setdefault(name, k)
                 last[name] = k
         return last, first
-
-    def _reads(self, k: int) -> list[str]:
-        """What a node reads, one name per occurrence, as every triple of it says."""
-        return [ref.name for ref in operands(self.graph, self.graph.nodes[k])]
 
     def _id(self, placement: Placement) -> int:
         number = self.by_object.get(id(placement))
@@ -278,7 +275,7 @@ class _Builder:
             if number not in seen:
                 places = zip(*([self._id(p.placement) for p in t.pre + t.post] for t in triples), strict=True)
                 seen[number] = list(map(set, places))
-            names = (*self._reads(k), *(o.name for o in self.graph.nodes[k].outputs))
+            names = (*self.reads[k], *(o.name for o in self.graph.nodes[k].outputs))
             for name, ids in zip(names, seen[number], strict=True):
                 found.setdefault(name, set()).update(ids)
         extra = [*self.stored.items(), *self.theory.outputs.items()]
@@ -325,7 +322,7 @@ class _Builder:
 
     def _node(self, k: int, bits: _Registers) -> Step:
         node = self.graph.nodes[k]
-        read = self._reads(k)
+        read = self.reads[k]
         tensors = tuple(dict.fromkeys(read))
         outputs = tuple([o.name for o in node.outputs])
         slots = self._slots(k, tensors)
@@ -401,7 +398,7 @@ class _Builder:
         return Step(kind, tensors, outputs, tuple(shifts), made, keep, reads, live)
 
 
-class _Left(Sequence[Triple]):
+class _Left(Triples):
     """Some of the triples of a node."""
 
     def __init__(self, triples: Sequence[Triple], numbers: Sequence[int]):
@@ -410,13 +407,7 @@ class _Left(Sequence[Triple]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    @overload
-    def __getitem__(self, number: int) -> Triple: ...
-    @overload
-    def __getitem__(self, number: slice) -> tuple[Triple, ...]: ...
-    def __getitem__(self, number: int | slice) -> Triple | tuple[Triple, ...]:
-        if isinstance(number, slice):
-            return tuple([self._triples[k] for k in self._numbers[number]])
+    def _one(self, number: int) -> Triple:
         return self._triples[self._numbers[number]]
 
 

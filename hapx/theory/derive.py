@@ -9,7 +9,7 @@ communications are not listed: see `hapx.theory.conversion`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -18,6 +18,7 @@ from hapx.layout import compatible
 from hapx.plan import Mesh, Triple
 from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Placement, Row, Sharded, State
 from hapx.theory.discover import refuse
+from hapx.theory.factors import in_all_forms
 from hapx.theory.grains import Grains, find_grains, operands
 from hapx.theory.registry import Rule, Site, lookup
 from hapx.theory.triple import Theory
@@ -98,10 +99,10 @@ class _Derivation:
 
     def number(self, index: int) -> int:
         """A number that alike nodes share: that of their shapes."""
-        node, tensors = self.graph.nodes[index], operands(self.graph, self.graph.nodes[index])
+        tensors = operands(self.graph, self.graph.nodes[index])
         number = self.numbers.setdefault(self._key(index, tensors), len(self.shapes))
         if number == len(self.shapes):
-            self.shapes.append(Shapes.of(self._shapes(index, tensors), node, index + self.graph.first, tensors))
+            self.shapes.append(Shapes.of(self._shapes(index, tensors)))
         return number
 
     def triples(self, index: int, number: int) -> NodeTriples:
@@ -115,19 +116,21 @@ class _Derivation:
         units = tuple([_units(self.grains, (*tensors, *node.outputs), rule) for rule in rules])
         return self.graph.alike[index], self.graph.segment_of[index], rules, units
 
-    def _shapes(self, index: int, tensors: tuple[TensorRef, ...]) -> tuple[Shape, ...]:
+    def _shapes(self, index: int, tensors: tuple[TensorRef, ...]) -> Iterable[tuple[Shape, int]]:
+        """With the number of forms of their bodies, of which alike nodes have the same."""
         node = self.graph.nodes[index]
         per_axis = [_axis_rules(self.graph, self.mesh, self.grains, index, axis) for axis in range(len(self.mesh.axes))]
-        found: dict[tuple[int, ...], Shape] = {}
+        found: dict[tuple[int, ...], tuple[Shape, int]] = {}
         for combination in product(*per_axis):
             pre = tuple(map(self._placement, zip(*(r.pre for r in combination), strict=True))) if tensors else ()
             post = tuple(map(self._placement, zip(*(r.post for r in combination), strict=True)))
             if any(p is None for p in (*pre, *post)):
                 continue
             shape = Shape(pre, post, tuple(r.variant for r in combination), tuple(r.work for r in combination))  # type: ignore[arg-type]
-            if body(node, index, tensors, shape) is not None:
-                found.setdefault(tuple(map(id, (*pre, *post))), shape)
-        return tuple(found.values())
+            call = body(node, index, tensors, shape)
+            if call is not None:
+                found.setdefault(tuple(map(id, (*pre, *post))), (shape, len(in_all_forms(call))))
+        return found.values()
 
     def _placement(self, states: tuple[State, ...]) -> Placement | None:
         """The one object for these states, None if they do not nest."""

@@ -6,7 +6,8 @@ node of each kind, and programs have one per node: of the others nobody ever ask
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -36,14 +37,12 @@ class Shapes:
     numbers: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], list[int]]
 
     @staticmethod
-    def of(shapes: Sequence[Shape], node: Node, index: int, tensors: tuple[TensorRef, ...]) -> Shapes:
-        """In all forms, of which alike nodes have the same."""
+    def of(shapes: Iterable[tuple[Shape, int]]) -> Shapes:
+        """Of shapes with the number of forms of each."""
         found: list[tuple[Shape, int]] = []
         numbers: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], list[int]] = {}
-        for shape in shapes:
-            call = body(node, index, tensors, shape)
-            assert call is not None, f"no body: {node}"
-            for form in range(len(in_all_forms(call))):
+        for shape, forms in shapes:
+            for form in range(forms):
                 numbers.setdefault((shape.pre, shape.post), []).append(len(found))
                 found.append((shape, form))
         return Shapes(tuple(s for s, _ in found), tuple(form for _, form in found), numbers)
@@ -67,8 +66,24 @@ class Names:
         return found
 
 
-class NodeTriples(Sequence[Triple]):
-    """See the module."""
+class Triples(Sequence[Triple]):
+    """Triples of a node, each made by `_one` when it is asked for."""
+
+    @overload
+    def __getitem__(self, number: int) -> Triple: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[Triple, ...]: ...
+    def __getitem__(self, number: int | slice) -> Triple | tuple[Triple, ...]:
+        which = range(len(self))[number]
+        return tuple(map(self._one, which)) if isinstance(which, range) else self._one(which)
+
+    @abstractmethod
+    def _one(self, number: int) -> Triple:
+        """number: from 0 to below the length."""
+
+
+class NodeTriples(Triples):
+    """All triples of a node."""
 
     def __init__(self, node: Node, number: int, offset: int, tensors: tuple[TensorRef, ...], alike: Shapes, names: Names):
         """number: of the node in its graph; offset: of the graph's first node in the whole model. tensors: that it reads, one per occurrence."""
@@ -78,15 +93,7 @@ class NodeTriples(Sequence[Triple]):
     def __len__(self) -> int:
         return len(self.alike.shapes)
 
-    @overload
-    def __getitem__(self, number: int) -> Triple: ...
-    @overload
-    def __getitem__(self, number: slice) -> tuple[Triple, ...]: ...
-    def __getitem__(self, number: int | slice) -> Triple | tuple[Triple, ...]:
-        if isinstance(number, slice):
-            return tuple([self[k] for k in range(*number.indices(len(self)))])
-        if number < 0:
-            number += len(self)
+    def _one(self, number: int) -> Triple:
         found = self._made.get(number)
         if found is None:
             found = self._made[number] = self._triple(number)

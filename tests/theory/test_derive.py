@@ -181,8 +181,9 @@ def test_triples_of_a_node_are_made_when_they_are_asked_for() -> None:
     assert node[1:3] == every[1:3] and list(reversed(node)) == [*reversed(every)]
     assert all(triple in node for triple in every)
     assert replace(last, node=last.node + 1) not in node and "no triple" not in node
-    with pytest.raises(IndexError):
-        node[len(node)]
+    for outside in (len(node), -len(node) - 1):
+        with pytest.raises(IndexError):
+            node[outside]
     again = pickle.loads(pickle.dumps(theory))
     assert again == theory and again.triples[0][0] is again.triples[0][0]
     placements = [p.placement for ts in again.triples for t in ts for p in (*t.pre, *t.post)]
