@@ -5,6 +5,7 @@ In: values. Out: a number for each, from 0 on, equal ones for equal values. Inva
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,3 +51,22 @@ class Numbered:
     made: tuple[tuple[int, ...], ...]
     needs: tuple[int, ...]
     gives: tuple[int, ...]
+
+
+def numbered(
+    read: Sequence[tuple[Property, ...]], made: Sequence[tuple[Property, ...]], needs: tuple[Property, ...], gives: tuple[Property, ...]
+) -> Numbered:
+    """Of what the instructions of a program read and make, and what it needs and gives."""
+    place = Numbering()  # few placements, and hardly ever equal ones that are not one object
+    numbers: dict[tuple[str, int], int] = {}
+    found: list[Property] = []
+
+    def number(p: Property) -> int:
+        known = numbers.setdefault((p.tensor, place(p.placement)), len(found))
+        if known == len(found):
+            found.append(p)
+        return known
+
+    before, after = (tuple([tuple([number(p) for p in own]) for own in side]) for side in (read, made))
+    wanted = tuple([number(p) for p in needs]), tuple([number(p) for p in gives])
+    return Numbered(tuple(found), before, after, *wanted)

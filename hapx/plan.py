@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.ir import Graph, OpCall, Value
-from hapx.numbering import Numbered, Numbering
+from hapx.numbering import Numbered, numbered
 from hapx.parts import part
 from hapx.restriction import Restriction
 from hapx.states import Cut, Placement, Property, Row, State
@@ -202,14 +202,8 @@ class Program:
 
     @cached_property
     def numbered(self) -> Numbered:
-        number = Numbering()
-
-        def numbers(properties: tuple[Property, ...]) -> tuple[int, ...]:
-            return tuple([number(p) for p in properties])
-
-        read, made = (tuple([numbers(getattr(i.triple, side)) for i in self.instructions]) for side in ("pre", "post"))
-        needs, gives = numbers(self.needs), numbers(self.gives)
-        return Numbered(tuple(number.values), read, made, needs, gives)
+        triples = [i.triple for i in self.instructions]
+        return numbered([t.pre for t in triples], [t.post for t in triples], self.needs, self.gives)
 
     def __str__(self) -> str:
         lines = [f"needs {' '.join(map(str, self.needs))}"]

@@ -16,19 +16,20 @@ slowest in every phase; overlap and slack, which the additive cost cannot see, o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from hapx.buckets import BUCKET_BYTES, in_buckets
 from hapx.cost.model import CommunicationCost, CostModel, Direction, StepCost
 from hapx.cost.terms import Piece, Term
-from hapx.ir import Graph, Kind, OpCall
+from hapx.ir import Graph, Kind, OpCall, TensorRef
 from hapx.layout import Lengths
 from hapx.plan import Instruction, Plan, Program
-from hapx.states import Property
+from hapx.states import Placement, Property
 from hapx.theory.triple import Theory
 from hapx.timeline import Event, Stream, Timeline
 
@@ -108,7 +109,7 @@ class RunTimes:
 def run_times(instructions: Sequence[Instruction], parameters: Sequence[Property], graph: Graph, exact: CostModel) -> RunTimes:
     """By a cost model at concrete lengths. parameters: whose update is counted, as they are stored."""
     clock = _Clock(len(exact.kinds), False)
-    steps = _timed([exact.step(i.triple) for i in instructions])
+    steps = _timed(exact.steps(i.triple for i in instructions))
     for step in steps:
         clock.ahead("", step)
     clock.mark()
@@ -117,8 +118,7 @@ def run_times(instructions: Sequence[Instruction], parameters: Sequence[Property
     clock.mark()
     forward, backward = clock.marks[0], clock.marks[1] - clock.marks[0]
     if exact.mode == "train":
-        for p in parameters:
-            clock.compute("", _seconds(exact.update(graph.refs[p.tensor], p.placement)))
+        clock.compute("", _updates(parameters, graph, exact))
     return RunTimes(forward, backward, max(clock.now) - clock.marks[1])
 
 
@@ -193,7 +193,7 @@ def _run(
     """synchronise: whether gradients are, or only added to those of other micro-batches."""
     instructions = program.instructions
     assert exact.graph is graph, "the cost model is of another graph"
-    costs = [exact.step(i.triple) for i in instructions]
+    costs = exact.steps(i.triple for i in instructions)
     if synchronisation:
         costs = [_synchronised(i, step, synchronisation) for i, step in zip(instructions, costs, strict=True)]
     names = list(map(_name, instructions)) if events else [""] * len(costs)
@@ -211,10 +211,27 @@ def _run(
                 clock.gradient(step.gradient, full=k in full)
         clock.mark()
         clock.wait()
-        for need in program.needs:
-            if graph.refs[need.tensor].kind is Kind.PARAMETER:
-                clock.compute(f"update {need.tensor}" if events else "", _seconds(exact.update(graph.refs[need.tensor], need.placement)))
+        if events:
+            for need in program.needs:
+                if graph.refs[need.tensor].kind is Kind.PARAMETER:
+                    clock.compute(f"update {need.tensor}", _seconds(exact.update(graph.refs[need.tensor], need.placement)))
+        else:
+            clock.compute("", _updates(program.needs, graph, exact))
     return clock
+
+
+def _updates(needs: Sequence[Property], graph: Graph, exact: CostModel) -> Seconds:
+    """Of all parameters together; those that are alike are looked at once."""
+    alike: dict[tuple[Any, ...], tuple[TensorRef, Placement]] = {}
+    times: Counter[tuple[Any, ...]] = Counter()
+    for need in needs:
+        ref = graph.refs[need.tensor]
+        if ref.kind is Kind.PARAMETER:
+            key = ref.shape, ref.dtype, ref.requires_grad, id(need.placement)
+            alike.setdefault(key, (ref, need.placement))
+            times[key] += 1
+    each = [(times[key], _seconds(exact.update(*own))) for key, own in alike.items()]
+    return tuple([sum([n * seconds[kind] for n, seconds in each]) for kind in range(len(exact.kinds))])
 
 
 def _name(instruction: Instruction) -> str:

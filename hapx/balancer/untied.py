@@ -55,6 +55,7 @@ class Untied:
         self._alive: list[object] = []
         self._kept: dict[object, tuple[Term, StepCost]] = {}
         self._recuts: dict[object, StepCost] = {}
+        self._objectives: dict[tuple[int, ...], Objective] = {}
         self.kept: list[tuple[Term, int]] = []
         self.events = self._events(storage_of, part_of) + self._storing(storage_of, part_of)
 
@@ -125,6 +126,12 @@ class Untied:
 
     def objective(self, groups: Sequence[int]) -> Objective:
         """The cost of the program where part i has the rows of groups[i]."""
+        key = tuple(groups)
+        if key not in self._objectives:
+            self._objectives[key] = self._grouped(key)
+        return self._objectives[key]
+
+    def _grouped(self, groups: tuple[int, ...]) -> Objective:
         steps: list[StepCost] = []
         done: set[tuple[Property, int]] = set()
         for event in self.events:

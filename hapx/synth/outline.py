@@ -84,8 +84,9 @@ class Outline:
                 following[name] = level, slot
                 if shift >= 0:
                     value[name] = Value(step.kind.slots[slot].table, level, shift, used, last, used and not last)
-            self.coming.append(max([*twice, *self.coming[-1:]], key=lambda c: c[0] if c is not None else -1))
-            stored = sorted([(n, t, shift) for n, t, shift in step.live if t.stored], key=lambda live: -live[1].ref.bytes)
+            self.coming.append(max([*twice, self.coming[-1]], key=lambda c: c[0] if c is not None else -1) if twice else self.coming[-1])
+            stored = [live for live in step.live if live[1].stored]
+            stored.sort(key=lambda live: -live[1].ref.bytes)
             large = [live for live in stored[:PRICED] if live[1].ref.bytes >= WORTH * stored[0][1].ref.bytes]
             self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in large]))
             self.values.append({at: value[n] for n, t, at in step.live if not t.stored})
@@ -145,8 +146,11 @@ class Outline:
         """Whether the tables before a level and one period later have the same rows. moved: where what is live before the one has its bits before the
         other."""
         other = self.values[later]
-        both = [(v, other[moved.get(at, at)]) for at, v in self.values[level].items()]
-        return all(v.used == o.used and v.last == o.last for v, o in both)
+        for at, v in self.values[level].items():
+            o = other[moved.get(at, at)]
+            if v.used != o.used or v.last != o.last:
+                return False
+        return True
 
     def sets(self, table: TensorTable) -> list[int]:
         """The masks that a table has rows for: what one placement gives for free; where some value needs them, anything, and what two placements give

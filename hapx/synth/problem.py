@@ -29,7 +29,6 @@ from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.tables import StepTerms, TensorTable, numbered, shards
 from hapx.theory.factors import form_allowed, gathered
-from hapx.theory.grains import operands
 from hapx.theory.triple import Theory
 from hapx.theory.triples import Triples
 
@@ -153,7 +152,7 @@ class _Builder:
         self.known: dict[Any, StepClass] = {}
         self.stored = {name: self._stored(name) for name in theory.stored}
         # what nodes read, one name per occurrence, as every triple of them says
-        self.reads = [[ref.name for ref in operands(self.graph, node)] for node in self.graph.nodes]
+        self.reads = [node.call.refs() for node in self.graph.nodes]
         self.classes: dict[Any, StepClass] = {}
 
     def problem(self) -> Problem:
@@ -245,7 +244,7 @@ class _Builder:
         """Per tensor the last and the first step that reads it."""
         last: dict[str, int] = {}
         first: dict[str, int] = {}
-        for k, names in enumerate([*self.reads, *([o.tensor] for o in self.graph.outputs)]):
+        for k, names in enumerate([*self.reads, *((o.tensor,) for o in self.graph.outputs)]):
             for name in names:
                 first.setdefault(name, k)
                 last[name] = k
@@ -283,16 +282,17 @@ class _Builder:
         for name, placements in extra:
             found.setdefault(name, set()).update(self._ids(placements))
         shared: dict[Any, TensorTable] = {}
-        return {name: self._table(name, tuple(sorted(ids)), shared) for name, ids in found.items()}
+        return {name: self._table(name, frozenset(ids), shared) for name, ids in found.items()}
 
-    def _table(self, name: str, ids: tuple[int, ...], shared: dict[Any, TensorTable]) -> TensorTable:
+    def _table(self, name: str, ids: frozenset[int], shared: dict[Any, TensorTable]) -> TensorTable:
         ref = self.graph.refs[name]
         stored = self._ids(self.stored.get(name, ()))
         forbidden = self.forbidden.of(name)
         key = (ref.shape, ref.dtype, ref.kind, ref.requires_grad, name in self.saved, name in self.again, ids, stored, forbidden)
         if key not in shared:
-            shared[key] = TensorTable(ref, [self.placements[i] for i in ids], self.stored.get(name, ()), self.costs, self.terms, self.theory.mesh,
-                                      self.rule, self.graph.mode == "train", forbidden)  # fmt: skip
+            placements = [self.placements[i] for i in sorted(ids)]
+            shared[key] = TensorTable(ref, placements, self.stored.get(name, ()), self.costs, self.terms, self.theory.mesh, self.rule,
+                                      self.graph.mode == "train", forbidden)  # fmt: skip
         return shared[key]
 
     # -- steps -----------------------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from hapx.cost.model import StepCost
 from hapx.cost.terms import Term
@@ -40,8 +41,12 @@ class Solution:
 def solution(problem: Problem, last: State, cost: float, key: ProgramKey, statistics: Statistics, prices: Vector | None = None) -> Solution:
     """The program of a complete state. Equal choices are written once: searches at other shares often end with the same program."""
     moves = moves_of(last)
-    # tables keep what a use is made of, so its identity stays its own
-    choices = tuple([c for move in moves for c in (move.choice.index, *[id(part) for use in move.uses for part in (use.kept, use.conversion)])])
+    # tables keep what a use is made of, so its identity stays its own; alike steps share their moves
+    chosen = {
+        id(move): (move.choice.index, *[id(part) for use in move.uses for part in (use.kept, use.conversion)])
+        for move in {id(move): move for move in moves}.values()
+    }
+    choices = tuple(chain.from_iterable([chosen[id(move)] for move in moves]))
     if (choices, key) not in problem.written:
         writer = _Writer(problem)
         for level, move in enumerate(moves):
