@@ -146,7 +146,7 @@ class Bound:
         key = level, id(context), shift, mask  # contexts are kept by the relaxation
         if key not in self._parts:
             if level < context.bottom:
-                parts = [map(add, self._part(level, other, shift, mask), more) for other, more in context.below]
+                parts = [map(add, self._part(level, other, shift, mask), more) for other, more in self.relaxation.below(context)]
                 self._parts[key] = tuple(map(max, *parts)) if len(parts) > 1 else tuple(parts[0])
             elif shift == GENERAL:
                 rows, offset = self.relaxation.rows(context, level)
@@ -195,7 +195,7 @@ class Bound:
             if level + 1 >= context.bottom:
                 self._known[key] = self.relaxation.choices(context, level)
             else:
-                parts = [self._weighted(other, level)[1] + more for other, more in context.below]
+                parts = [self._weighted(other, level)[1] + more for other, more in self.relaxation.below(context)]
                 self._known[key] = self._weighted(self.relaxation.general, level)[0], np.maximum.reduce(parts)
         return self._known[key]
 

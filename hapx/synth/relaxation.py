@@ -34,6 +34,7 @@ Invariant: never more than the true cost of the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -63,21 +64,27 @@ class Use(NamedTuple):
     mask: int
 
 
-class Context(NamedTuple):
-    """Tables before the levels from `bottom` on: rows[k] + offsets[k], of what comes before `end`, with the placements in `uses`. Further down, the
-    most of what other tables say and what is to be added to that (per weight)."""
+Below = tuple[tuple["Context", tuple[float, ...]], ...]
+
+
+@dataclass(eq=False, slots=True)
+class Context:
+    """Tables before the levels from `bottom` on: rows[level] + offsets[level - bottom], of what comes before `end`, with the placements in `uses`.
+    below: further down, the most of what other tables say and what is to be added to that (per weight). parts: contexts of which it is the least; its
+    own tables, and what is below, are made when they are asked for (see `Relaxation.rows` and `Relaxation.below`), as most of them never are."""
 
     bottom: int
     end: int
-    rows: list[Rows]
+    rows: dict[int, Rows]
     offsets: list[Array]
     uses: tuple[Use, ...] = ()
-    below: tuple[tuple[Context, tuple[float, ...]], ...] = ()
+    below: Below | None = ()
+    parts: tuple[Context, ...] = ()
 
     @property
     def top(self) -> int:
         """The last level for which there is a table."""
-        return self.bottom + len(self.rows) - 1
+        return self.bottom + len(self.offsets) - 1
 
 
 class Relaxation:
@@ -110,7 +117,18 @@ class Relaxation:
     def rows(self, context: Context, level: int) -> tuple[Rows, Array]:
         """The table before a level, which is not below the context's bottom, and what is to be added to it."""
         known = context if level <= context.top else self.general
-        return known.rows[level - known.bottom], known.offsets[level - known.bottom]
+        offset = known.offsets[level - known.bottom]
+        if level not in known.rows:
+            parts = [self._known(part, level, offset) for part in known.parts]
+            known.rows[level] = {n: np.minimum.reduce([own[n] for own in parts]) for n in parts[0]}
+        return known.rows[level], offset
+
+    def below(self, context: Context) -> Below:
+        """What is known below the context's bottom."""
+        if context.below is None:
+            rows, offset = self.rows(context, context.bottom)
+            context.below = self._below(context.bottom, rows, offset, context.uses, *self._added_by(context.bottom, rows, offset))
+        return context.below
 
     def context(self, uses: tuple[Use, ...]) -> Context:
         """The table that knows the placements of the parameters that are live."""
@@ -136,33 +154,31 @@ class Relaxation:
 
         A parameter that is available in several placements comes from one of them: of the tables for each, the least."""
         top, general = max(u.level for u in uses), self.general
-        parts = [self.context(own) for own in self._apart(uses)]
-        deepest = min([part.bottom for part in parts], default=max(0, top - self.deepest))
-        rows: list[Rows] = []
         offset = general.offsets[top + 1]
-        for level in range(top, deepest - 1, -1):
+        parts = tuple([self.context(own) for own in self._apart(uses)])
+        if parts:
+            bottom = min([part.bottom for part in parts])
+            return Context(bottom, general.end, {}, [offset] * (top + 1 - bottom), uses, None, parts)
+        rows = {top + 1: general.rows[top + 1]}
+        for level in range(top, max(0, top - self.deepest) - 1, -1):
             mine: Rows = {}
-            if parts:
-                known = [self._known(part, level, offset) for part in parts]
-                mine = {n: np.minimum.reduce([own[n] for own in known]) for n in known[0]}
-            else:
-                self._step(level, mine, rows[-1] if rows else general.rows[top + 1], [u for u in uses if u.level == level], offset, level == top)
-                if self.ahead:  # of joins only the general tables know
-                    mine = {n: np.maximum(own, general.rows[level][n] + general.offsets[level] - offset) for n, own in mine.items()}
-            rows.append(mine)
-            if parts and deepest < level < top:
-                continue
-            more, even = self._added(level, mine, offset)
-            possible = bool(np.isfinite(mine[GENERAL]).all())  # whether there is any way from where the parameters are
-            if even or not possible:
+            self._step(level, mine, rows[level + 1], [u for u in uses if u.level == level], offset, level == top)
+            if self.ahead:  # of joins only the general tables know
+                mine = {n: np.maximum(own, general.rows[level][n] + general.offsets[level] - offset) for n, own in mine.items()}
+            rows[level] = mine
+            more, even = self._added_by(level, mine, offset)
+            if even:
                 break
-        if not possible:
-            more, even = np.full_like(more, np.inf), True
-        more, least = self._through(level, more), self._through(level, mine[GENERAL][0] + offset)
-        below = [(self.context(tuple([u for u in uses if u.level < level])), tuple(more.tolist()))]
+        below = self._below(level, mine, offset, uses, more, even)
+        del rows[top + 1]
+        return Context(level, general.end, rows, [offset] * len(rows), uses, below)
+
+    def _below(self, level: int, rows: Rows, offset: Array, uses: tuple[Use, ...], more: Array, even: bool) -> Below:
+        """What is known below a context's bottom, from its table there, and from what that adds to the general one."""
+        found = [(self.context(tuple([u for u in uses if u.level < level])), tuple(self._through(level, more).tolist()))]
         if level > 0 and not even:
-            below.append((self.until(level), tuple(least.tolist())))
-        return Context(level, general.end, rows[::-1], [offset] * len(rows), uses, tuple(below))
+            found.append((self.until(level), tuple(self._through(level, rows[GENERAL][0] + offset).tolist())))
+        return tuple(found)
 
     def _apart(self, uses: tuple[Use, ...]) -> list[tuple[Use, ...]]:
         """The same uses, the first one that is of several placements, and the last of its parameter, with each of them; none if there is no such."""
@@ -176,7 +192,7 @@ class Relaxation:
         """What a context says before a level, wherever that is; `offset` is to be added to it."""
         more = -offset
         while level < context.bottom:
-            context, added = context.below[0]
+            context, added = self.below(context)[0]
             more = more + added
         rows, own = self.rows(context, level)
         more = more + own
@@ -192,6 +208,11 @@ class Relaxation:
         more = np.where(np.isfinite(more), more, 0.0)
         finite = np.where(np.isfinite(added), added, more)
         return more, bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + rows[GENERAL].max())).all())
+
+    def _added_by(self, level: int, mine: Rows, offset: Array) -> tuple[Array, bool]:
+        """As `_added`, of a context, which may have no way on from where its parameters are."""
+        possible = bool(np.isfinite(mine[GENERAL]).all())
+        return self._added(level, mine, offset) if possible else (np.full(len(self.weights), np.inf), True)
 
     def _through(self, level: int, more: Array) -> Array:
         """What may be added to tables below a level by which the table before it is larger: see `_tabulate`."""
@@ -268,7 +289,7 @@ class Relaxation:
             # what is known of joins ahead is not in the tables
             found = self._constant(rows, offsets, level, later, moved) if moved is not None and alone else None
             same, delta = (True, found) if found is not None else (False, delta)
-        return Context(0, end, rows, offsets, uses)
+        return Context(0, end, dict(enumerate(rows)), offsets, uses)
 
     def _join(self, level: int, join: Join, rows: list[Rows], offset: Array, ahead: dict[int, Ahead]) -> None:
         """What a join that is this step or lies ahead says of what comes before the step."""

@@ -141,7 +141,7 @@ def test_below_a_context_what_comes_before_counts_in_full(monkeypatch: pytest.Mo
 
     def nothing(own: relaxation.Relaxation, level: int) -> relaxation.Context:
         found = tables(own, level)
-        return found._replace(rows=[{at: np.full_like(rows, -np.inf) for at, rows in before.items()} for before in found.rows])
+        return replace(found, rows={at: {shift: np.full_like(own, -np.inf) for shift, own in rows.items()} for at, rows in found.rows.items()})
 
     for name, found in estimates.items():
         monkeypatch.setattr(relaxation, "DEEPEST", (99, 99) if name == "all the way" else (0, 0))
