@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.markdown import markdown
 from benchmarks.planning_cases import case
-from hapx.alternation import Alternation, Counters
+from hapx.alternation import HOPELESS, Alternation, Counters
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
 from hapx.planner import plan_spmd
@@ -116,7 +116,7 @@ def tables(results: Sequence[Result]) -> list[Table]:
 MEANINGS = {
     "stalled": "the linear program found nothing better than what was known",
     "repeated": "lengths that were searched before",
-    "hopeless": "its program was more than 10 % above the best",
+    "hopeless": f"its program was more than {HOPELESS - 1:.0%} above the best, or the bound says that it would be",
     "limit": "after 8 rounds",
     "too small": "nothing fitted into memory at its ratios",
     "once": "searched once, with a part of the sums of gradients",

@@ -39,14 +39,14 @@ from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import BUDGET, EXACT, LONG, attempt, least_memory
+from hapx.synth.search import BUDGET, EXACT, LONG, attempt, least, least_memory
 from hapx.synth.writer import Solution
 from hapx.theory.triple import Theory
 
 MAX_ALTERNATIONS = 8
 STALLED = 1e-3  # relative improvement below which the alternation ends
 SLIGHT = 1e-4  # and for which a program that is not proven is not taken
-HOPELESS = 1.1  # what costs that much more than the best of the others at its first program is not balanced further
+HOPELESS = 1.5  # what costs that much more than the best of the others at its first ratios is not balanced further
 CORRECTIONS = 4  # searches at most for one program whose peak fits
 FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
 FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
@@ -165,24 +165,43 @@ class Alternation:
         return self.setting.rule.ratios == "balanced" and bool(self.rows)
 
     def candidates(self, known: float) -> list[Candidate]:
-        """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views."""
+        """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views; none where the bound says that
+        nothing comes near it."""
         failure: InsufficientMemoryError | None = None
         if self.old is not None:
             with suppress(InsufficientMemoryError):
                 self._alternate(self._by_kind(self.old.shares), known, self.old.lengths)
         for ratios in self._starts():
+            if self._out_of_reach(ratios, known):
+                continue
             try:
                 self._alternate(ratios, known)
             except InsufficientMemoryError as error:
                 failure = failure or error
         if not self.found:
-            assert failure is not None or self.rejected is not None
+            if failure is None and self.rejected is None:
+                return []
             raise failure or self.fitting.too_small(*self.rejected)  # type: ignore[misc]
         segments = self.setting.graph.segments > 1 and not self.setting.given
         if self.free and (self.setting.start is None or segments) and self.small:
             self._further(known)
         self._longer()
         return [*self.found.values(), *([self.old] if self.old is not None else [])]
+
+    def _out_of_reach(self, ratios: Mapping[Row, Vector], known: float) -> bool:
+        """Whether every program at these ratios is hopeless beside `known` seconds of a program of another view, even if no sum of gradients counted:
+        those the simulator may hide."""
+        if known == inf:
+            return False
+        shares = self.costs.lengths_to_shares(self._lengths(ratios))
+        for part in (1.0, 0.0):
+            self.problem.exposed = part
+            times = least(self.problem, shares) / known
+            self.problem.exposed = 1.0
+            if times <= HOPELESS:
+                return False
+        self.hopeless = times
+        return True
 
     # -- where it begins ---------------------------------------------------------------------------------------------------------------------------
 

@@ -57,11 +57,12 @@ MOST_FREED = 2  # of the programs asked, those that are searched for with segmen
 
 def views(cluster: ClusterSpec, rule: Restriction) -> tuple[Mesh, ...]:
     """Meshes over the cluster's devices that the restriction (or the cluster file) allows: flat, with uneven ratios, and every a x b whose
-    inner groups are equal devices of one machine, uneven over the groups. Raises HapError for a view that the cluster does not have."""
+    inner groups are equal devices of one machine, uneven over the groups, the fewest groups first: where these are machines, that is the best one
+    most often, and at others less is to be looked for. Raises HapError for a view that the cluster does not have."""
     wanted = rule.mesh if rule.mesh != "auto" else cluster.mesh
     n = cluster.num_devices
     found = {"flat": Mesh("flat", (Axis("devices", n, "devices"),), tuple(range(n)), 0)}
-    for inner in range(2, n):
+    for inner in reversed(range(2, n)):
         if _groups_are_equal(cluster, inner):
             machines = all(len(m.devices) == inner for m in cluster.machines)
             outer = Axis("machines" if machines else "groups", n // inner, "machines" if machines else "devices")
@@ -119,7 +120,7 @@ def plan_spmd(
             own = alternation.candidates(known)
             found += own
             old += [alternation.old] if alternation.old is not None else []
-            outcome |= {"programs": len(own), "cost": min(c.cost for c in own), "hopeless": alternation.hopeless}
+            outcome |= {"programs": len(own), "cost": min((c.cost for c in own), default=None), "hopeless": alternation.hopeless}
         except (InsufficientMemoryError, PlanError) as failure:
             failures.append(failure)
             outcome["error"] = str(failure)

@@ -8,19 +8,23 @@ import sys
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.planning_cases import Case, case
-from hapx.alternation import MAX_ALTERNATIONS, Counters
+from hapx.alternation import HOPELESS, MAX_ALTERNATIONS, Alternation, Counters
 from hapx.cluster.spec import ClusterSpec, DeviceType, Link
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
 from hapx.plan import Plan
 from hapx.planner import plan_graphs, plan_spmd
+from hapx.progress import Teller
 from hapx.restriction import Restriction
+from hapx.synth.astar import Statistics
+from hapx.theory.derive import derive
 
 SEEDS = (0, 5, 13)  # on flat meshes, memory does not bind
 TWO_AXES = 2
@@ -49,6 +53,24 @@ def test_the_best_pair_kept_never_gets_worse(seed: int) -> None:
     for costs in counters.kept:
         assert list(costs) == sorted(costs, reverse=True)
     assert best == pytest.approx(min(costs[-1] for costs in counters.kept if costs), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", (0, TWO_AXES))
+def test_a_view_in_which_nothing_comes_near_is_not_searched(seed: int) -> None:
+    problem, found = case(seed), {}
+    theory, told = derive(problem.graph, problem.mesh), Teller(None, Statistics(), problem.mesh.name, 1, 1, inf)
+
+    def alternation() -> Alternation:
+        return Alternation(problem.setting, theory, Counters(), told)
+
+    best = min(c.cost for c in alternation().candidates(inf))
+    for times in (0.5, 1.0, 2.0):  # of another view
+        searched = alternation()
+        found[times] = searched.candidates(times * best)
+        assert searched.problem.exposed == 1.0
+        assert (searched.hopeless > HOPELESS and not searched.counters.alternations) == (not found[times])
+    assert not found[0.5]
+    assert min(c.cost for c in found[1.0]) == min(c.cost for c in found[2.0]) == best
 
 
 def faster_device(cluster: ClusterSpec) -> ClusterSpec:

@@ -40,7 +40,7 @@ def cluster(*machines: list[str], inter: str = "100 Gbit/s", memory: str = "16 G
 
 def test_views_of_two_machines():
     names = [m.name for m in views(cluster(["fast"] * 4, ["slow"] * 4), AUTO)]
-    assert names == ["flat", "4x2", "2x4"]
+    assert names == ["flat", "2x4", "4x2"]
     two = views(cluster(["fast"] * 4, ["slow"] * 4), Restriction(mesh="two-level"))
     assert [m.name for m in two] == ["2x4"] and two[0].axes[0].kind == "machines" and two[0].uneven == 0
 

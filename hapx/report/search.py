@@ -81,5 +81,7 @@ def _outcome(plan: Plan, view: Mapping[str, Any]) -> str:
         return "chosen"
     slower = f"{view['time'] / plan.iteration_time:.2f}x the time" if view.get("time") and plan.iteration_time else "slower"
     if view.get("hopeless"):
+        if not view.get("programs"):
+            return f"dropped: its programs cost {view['hopeless']:.2f}x the best before, at least, so none was looked for"
         return f"dropped: its first program costs {view['hopeless']:.2f}x the best before, so it was not balanced"
     return slower

@@ -123,6 +123,7 @@ class Problem:
     grid: Any = None  # see `hapx.synth.grid`; made when first searched
     outline: Any = None  # see `hapx.synth.outline`; made when first searched
     sheet: Any = None  # see `hapx.synth.sheet`; made when first searched
+    asked: Any = None  # see `hapx.synth.search.least`
 
 
 def build(

@@ -79,6 +79,10 @@ def test_counts_and_views() -> None:
         if row[-1] != "chosen":
             assert row[-1].endswith(f"{view['time'] / plan.iteration_time:.2f}x the time") or row[-1].startswith("dropped: its first program costs")
     assert max(map(len, lines)) <= 120
+    dropped = [{**v, "programs": 0, "cost": None, "time": None, "hopeless": 1.5} for v in plan.statistics["tried"][1:]]
+    text = statistics_text(replace(plan, statistics={**plan.statistics, "tried": (plan.statistics["tried"][0], *dropped)}))
+    (row,) = [re.split(r"  +", x) for x in text.splitlines() if x.startswith("2x2")]
+    assert row[1:4] == ["0", "-", "-"] and row[-1].startswith("dropped: its programs cost 1.50x the best before, at least")
 
 
 def test_statistics_survive_saving(tmp_path: Path) -> None:
