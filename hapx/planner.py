@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 # several axes inside of one machine, whose links are all alike, must be faster by this part: their many small collectives cost more than is priced
 SIMPLER = 0.02
-SIMULATED = 4  # candidates that the simulator ranks
+SIMULATED = 4  # candidates, and programs at their best lengths, that the simulator ranks
 NEAR = 0.02  # by how much, relative, a program may be slower with one row of ratios to be asked what segments bring
 MOST_FREED = 2  # of the programs asked, those that are searched for with segments
 
@@ -169,10 +169,12 @@ class Simulated:
 
 
 def _ranked(found: Sequence[Candidate], old: Sequence[Candidate], timed: Simulated) -> list[Candidate]:
-    """The best candidates, in the order of their simulated times; the best of every view and the old ones are among them."""
+    """The best candidates, in the order of their simulated times; the best of every view, those of the best programs and the old ones are among
+    them."""
     found = sorted(found, key=lambda c: c.cost)
-    first = {c.mesh.name: c for c in reversed(found)}
-    chosen = sorted({id(c): c for c in [*first.values(), *found[:SIMULATED], *old]}.values(), key=lambda c: c.cost)
+    of_view, of_program = ({key(c): c for c in reversed(found)} for key in (lambda c: c.mesh.name, lambda c: id(c.program)))
+    programs = sorted(of_program.values(), key=lambda c: c.cost)
+    chosen = sorted({id(c): c for c in [*of_view.values(), *found[:SIMULATED], *programs[:SIMULATED], *old]}.values(), key=lambda c: c.cost)
     return sorted(map(timed, chosen), key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
 
 
