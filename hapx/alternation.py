@@ -168,11 +168,14 @@ class Alternation:
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views; none where the bound says that
         nothing comes near it."""
         failure: InsufficientMemoryError | None = None
+        away = 0.0
         if self.old is not None:
             with suppress(InsufficientMemoryError):
                 self._alternate(self._by_kind(self.old.shares), known, self.old.lengths)
         for ratios in self._starts():
-            if self._out_of_reach(ratios, known):
+            times = self._least_times(ratios, known)
+            if times > HOPELESS:
+                away = times
                 continue
             try:
                 self._alternate(ratios, known)
@@ -180,6 +183,7 @@ class Alternation:
                 failure = failure or error
         if not self.found:
             if failure is None and self.rejected is None:
+                self.hopeless = away
                 return []
             raise failure or self.fitting.too_small(*self.rejected)  # type: ignore[misc]
         segments = self.setting.graph.segments > 1 and not self.setting.given
@@ -188,20 +192,23 @@ class Alternation:
         self._longer()
         return [*self.found.values(), *([self.old] if self.old is not None else [])]
 
-    def _out_of_reach(self, ratios: Mapping[Row, Vector], known: float) -> bool:
-        """Whether every program at these ratios is hopeless beside `known` seconds of a program of another view, even if no sum of gradients counted:
-        those the simulator may hide."""
-        if known == inf:
-            return False
-        shares = self.costs.lengths_to_shares(self._lengths(ratios))
-        for part in (1.0, 0.0):
-            self.problem.exposed = part
+    def _least_times(self, ratios: Mapping[Row, Vector], known: float) -> float:
+        """How many times `known` seconds of a program of another view every program at these ratios takes, at least: where that is hopeless, even if
+        no sum of gradients counted, as the simulator may hide those. 0 where nothing is known, or these ratios were looked at."""
+        lengths = self._lengths(ratios)
+        if known == inf or self._at(lengths) in self.searched:
+            return 0.0
+        shares = self.costs.lengths_to_shares(lengths)
+        times = least(self.problem, shares) / known
+        if times > HOPELESS:
+            self.problem.exposed = 0.0
             times = least(self.problem, shares) / known
             self.problem.exposed = 1.0
-            if times <= HOPELESS:
-                return False
-        self.hopeless = times
-        return True
+        return times
+
+    def _at(self, lengths: Mapping[Cut, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """What the same lengths have in common: the program that is best there."""
+        return tuple([lengths[c] for c in self.cuts])
 
     # -- where it begins ---------------------------------------------------------------------------------------------------------------------------
 
@@ -234,7 +241,7 @@ class Alternation:
         if found.gap <= before.gap:
             return
         if found.cost < (1 - SLIGHT) * before.cost:
-            self.searched.discard(tuple([found.lengths[c] for c in self.cuts]))
+            self.searched.discard(self._at(found.lengths))
             with suppress(InsufficientMemoryError):  # what was found fits
                 self._alternate(self._by_kind(found.shares), known, found.lengths)
         else:
@@ -364,7 +371,7 @@ class Alternation:
         """One alternation; why it ended. kept: gets the least cost after every step."""
         best = inf
         for _ in range(most):
-            at = tuple([lengths[c] for c in self.cuts])
+            at = self._at(lengths)
             if at in self.searched:
                 return "repeated"
             self.searched.add(at)

@@ -88,7 +88,7 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
 def line(candidate: Candidate) -> Line:
     """Of a candidate, at its lengths: its sums one after another."""
     costs, shares = candidate.costs, candidate.costs.lengths_to_shares(candidate.lengths)
-    steps = Counter(costs.steps(i.triple for i in candidate.program.instructions))
+    steps = Counter(map(costs.step, (i.triple for i in candidate.program.instructions)))
     sums = sum(times * step.synchronisation(shares) for step, times in steps.items())
     return Line(candidate, candidate.cost - sums, sums)
 

@@ -172,7 +172,8 @@ def _ranked(found: Sequence[Candidate], old: Sequence[Candidate], timed: Simulat
     """The best candidates, in the order of their simulated times; the best of every view, those of the best programs and the old ones are among
     them."""
     found = sorted(found, key=lambda c: c.cost)
-    of_view, of_program = ({key(c): c for c in reversed(found)} for key in (lambda c: c.mesh.name, lambda c: id(c.program)))
+    of_view = {c.mesh.name: c for c in reversed(found)}
+    of_program = {id(c.program): c for c in reversed(found)}
     programs = sorted(of_program.values(), key=lambda c: c.cost)
     chosen = sorted({id(c): c for c in [*of_view.values(), *found[:SIMULATED], *programs[:SIMULATED], *old]}.values(), key=lambda c: c.cost)
     return sorted(map(timed, chosen), key=lambda c: c.time * (1 + SIMPLER * _needless(c)))

@@ -16,7 +16,6 @@ slowest in every phase; overlap and slack, which the additive cost cannot see, o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,10 +25,10 @@ from typing import Any, NamedTuple, get_args
 from hapx.buckets import BUCKET_BYTES, in_buckets
 from hapx.cost.model import CommunicationCost, CostModel, Direction, StepCost
 from hapx.cost.terms import Piece, Term
-from hapx.ir import Graph, Kind, OpCall, TensorRef
+from hapx.ir import Graph, Kind, OpCall
 from hapx.layout import Lengths
 from hapx.plan import Instruction, Plan, Program
-from hapx.states import Placement, Property
+from hapx.states import Property
 from hapx.theory.triple import Theory
 from hapx.timeline import Event, Stream, Timeline
 
@@ -106,10 +105,10 @@ class RunTimes:
     update: float
 
 
-def run_times(instructions: Sequence[Instruction], parameters: Sequence[Property], graph: Graph, exact: CostModel) -> RunTimes:
-    """By a cost model at concrete lengths. parameters: whose update is counted, as they are stored."""
+def run_times(instructions: Sequence[Instruction], needs: Sequence[Property], graph: Graph, exact: CostModel) -> RunTimes:
+    """By a cost model at concrete lengths. needs: what is stored; the update of its parameters is counted."""
     clock = _Clock(len(exact.kinds), False)
-    steps = _timed(exact.steps(i.triple for i in instructions))
+    steps = _timed([exact.step(i.triple) for i in instructions])
     for step in steps:
         clock.ahead("", step)
     clock.mark()
@@ -118,7 +117,7 @@ def run_times(instructions: Sequence[Instruction], parameters: Sequence[Property
     clock.mark()
     forward, backward = clock.marks[0], clock.marks[1] - clock.marks[0]
     if exact.mode == "train":
-        clock.compute("", _updates(parameters, graph, exact))
+        clock.compute("", _updates(needs, graph, exact))
     return RunTimes(forward, backward, max(clock.now) - clock.marks[1])
 
 
@@ -193,7 +192,7 @@ def _run(
     """synchronise: whether gradients are, or only added to those of other micro-batches."""
     instructions = program.instructions
     assert exact.graph is graph, "the cost model is of another graph"
-    costs = exact.steps(i.triple for i in instructions)
+    costs = [exact.step(i.triple) for i in instructions]
     if synchronisation:
         costs = [_synchronised(i, step, synchronisation) for i, step in zip(instructions, costs, strict=True)]
     names = list(map(_name, instructions)) if events else [""] * len(costs)
@@ -222,15 +221,12 @@ def _run(
 
 def _updates(needs: Sequence[Property], graph: Graph, exact: CostModel) -> Seconds:
     """Of all parameters together; those that are alike are looked at once."""
-    alike: dict[tuple[Any, ...], tuple[TensorRef, Placement]] = {}
-    times: Counter[tuple[Any, ...]] = Counter()
+    alike: dict[tuple[Any, ...], list[Property]] = {}
     for need in needs:
         ref = graph.refs[need.tensor]
         if ref.kind is Kind.PARAMETER:
-            key = ref.shape, ref.dtype, ref.requires_grad, id(need.placement)
-            alike.setdefault(key, (ref, need.placement))
-            times[key] += 1
-    each = [(times[key], _seconds(exact.update(*own))) for key, own in alike.items()]
+            alike.setdefault((ref.shape, ref.dtype, ref.requires_grad, id(need.placement)), []).append(need)
+    each = [(len(own), _seconds(exact.update(graph.refs[own[0].tensor], own[0].placement))) for own in alike.values()]
     return tuple([sum([n * seconds[kind] for n, seconds in each]) for kind in range(len(exact.kinds))])
 
 

@@ -454,10 +454,7 @@ class WholeModel:
         refs = self.graph.refs
         used = [{p.tensor for i in run for p in i.triple.pre} for run in runs]
         needed = [[p for p in best.program.needs if p.tensor in names and refs[p.tensor].kind in STORED] for names in used]
-        self.times = [
-            run_times(run, [p for p in ps if refs[p.tensor].kind is Kind.PARAMETER], self.graph, self.exact)
-            for run, ps in zip(runs, needed, strict=True)
-        ]
+        self.times = [run_times(run, ps, self.graph, self.exact) for run, ps in zip(runs, needed, strict=True)]
         # a parameter that several layers use is synchronised where the program converts it: for each of them, where they are apart
         homes: dict[str, list[int]] = {}
         for k, ps in enumerate(needed):

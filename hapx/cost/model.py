@@ -189,15 +189,6 @@ class CostModel:
             found = self._by_form[form] = self._step_of(triple)
         return found
 
-    def steps(self, triples: Iterable[Triple]) -> list[StepCost]:
-        """`step` of each."""
-        forms, by_form, found = self._forms, self._by_form, []
-        for triple in triples:
-            known = forms.get(id(triple))
-            step = by_form.get(known[1]) if known is not None and known[0] is triple else None
-            found.append(step if step is not None else self.step(triple))
-        return found
-
     def form(self, triple: Triple) -> int:
         """A number that triples share whose costs, and sizes of what they make and keep, are equal at any lengths."""
         known = self._forms.get(id(triple))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hapx.cost.model import CostModel
 from hapx.ir import OpCall
-from hapx.numbering import Numbered
+from hapx.numbering import Numbered, Numbering
 from hapx.plan import Program
 from hapx.repeats import Run, runs
 
@@ -69,9 +69,8 @@ def short(program: Program, costs: CostModel) -> Folded | None:
 def _codes(program: Program, costs: CostModel) -> list[int]:
     """Equal for instructions that cost the same, and do the same to memory."""
     triples, refs = [i.triple for i in program.instructions], costs.graph.refs
-    numbers: dict[object, int] = {}
     keys = ((costs.form(t), None if isinstance(t.body, OpCall) else refs[t.pre[0].tensor].shape) for t in triples)
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
+    return list(map(Numbering().of_value, keys))
 
 
 def folded(program: Program, codes: Sequence[int], roots: Collection[str] = ()) -> Folded | None:

@@ -117,12 +117,12 @@ class Repetition:
         if not period:
             return None
         there = {n: t for n, t, _ in self.steps[level + period].live}
-        before = self._names.get(level - 1) if level and self.period[level - 1] == period else None
+        before = (self._names.get(level - 1) if level and self.period[level - 1] == period else None) or {}
         read = self.steps[level - 1].tensors
         found = {}
         for name, table, _ in self.steps[level].live:
             # what was not read by the step before is used next where it was
-            other = before[name] if before is not None and name in before and name not in read else self._later(name, level, period)
+            other = before[name] if name in before and name not in read else self._later(name, level, period)
             if there.get(other) is table:
                 found[name] = other
         return found if len(found) == len(self.steps[level].live) == len(there) == len(set(found.values())) else None

@@ -159,18 +159,17 @@ class Relaxation:
         if parts:
             bottom = min([part.bottom for part in parts])
             return Context(bottom, general.end, {}, [offset] * (top + 1 - bottom), uses, None, parts)
-        rows = {top + 1: general.rows[top + 1]}
+        rows, after = dict[int, Rows](), general.rows[top + 1]
         for level in range(top, max(0, top - self.deepest) - 1, -1):
             mine: Rows = {}
-            self._step(level, mine, rows[level + 1], [u for u in uses if u.level == level], offset, level == top)
+            self._step(level, mine, after, [u for u in uses if u.level == level], offset, level == top)
             if self.ahead:  # of joins only the general tables know
                 mine = {n: np.maximum(own, general.rows[level][n] + general.offsets[level] - offset) for n, own in mine.items()}
-            rows[level] = mine
+            rows[level] = after = mine
             more, even = self._added_by(level, mine, offset)
             if even:
                 break
         below = self._below(level, mine, offset, uses, more, even)
-        del rows[top + 1]
         return Context(level, general.end, rows, [offset] * len(rows), uses, below)
 
     def _below(self, level: int, rows: Rows, offset: Array, uses: tuple[Use, ...], more: Array, even: bool) -> Below:
