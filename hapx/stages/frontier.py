@@ -71,11 +71,12 @@ class Frontier:
         return flights[: min(last, limit - 1) + 1]
 
     def _least(self) -> tuple[Floats, Floats]:
-        """The least seconds per micro-batch [shape, position, stop, start + layers - stop] and per iteration [shape, stop, start + layers - stop]
-        of what fits."""
+        """The least seconds per micro-batch [shape, start + layers - stop, position, stop] and per iteration [shape, start + layers - stop, stop]
+        of what fits. What minima are taken over comes first, as that is fastest."""
         layers, fits = self.num_layers, self.book.fits
-        starts = np.arange(layers + 1)[:, None] - layers + np.arange(layers)[None, :]
-        valid, clipped, stops = starts >= 0, np.maximum(starts, 0), np.arange(layers + 1)[:, None]
+        stops = np.arange(layers + 1)[None, :]
+        starts = stops - layers + np.arange(layers)[:, None]
+        valid, clipped = starts >= 0, np.maximum(starts, 0)
         size = (len(fits), len(self.positions), layers, layers + 1)
         seconds, updates = np.full(size, np.inf), np.full(self.micro.shape[:-1], np.inf)
         for option in range(fits.shape[-1]):  # few: quicker than to reduce over the last dim
@@ -83,29 +84,32 @@ class Frontier:
             for p, flight in enumerate(self.positions.tolist()):
                 np.minimum(seconds[:, p], np.where(fit >= flight, mine, np.inf), out=seconds[:, p])
             np.minimum(updates, np.where(fit >= self.positions[0], self.iteration[..., option], np.inf), out=updates)
-        return np.where(valid, seconds[:, :, clipped, stops], np.inf), np.where(valid, updates[:, clipped, stops], np.inf)
+        seconds = np.where(valid, seconds[:, :, clipped, stops], np.inf)
+        return np.ascontiguousarray(seconds.swapaxes(1, 2)), np.where(valid, updates[:, clipped, stops], np.inf)
 
     def _trim(self, limit: float) -> None:
-        """Per shape: seconds [position, stop, start + width - stop], where width is the longest run that may matter below the limit."""
+        """Per shape: seconds [start + width - stop, position, stop], where width is the longest run that may matter below the limit."""
         layers = self.num_layers
-        useful = [np.nonzero((least[0] < limit / self.n).any(axis=0))[0] for least in self.least]
+        useful = [np.nonzero((least[:, 0] < limit / self.n).any(axis=-1))[0] for least in self.least]
         self.width = [layers - int(u[0]) if len(u) else 0 for u in useful]
-        self.seconds = [least[:, :, layers - w :] for least, w in zip(self.least, self.width, strict=True)]
-        self.updates = [update[:, layers - w :] for update, w in zip(self.update, self.width, strict=True)]
+        self.seconds = [least[layers - w :] for least, w in zip(self.least, self.width, strict=True)]
+        self.updates = [update[layers - w :] for update, w in zip(self.update, self.width, strict=True)]
 
     def _views(self, table: Floats) -> list[Floats]:
-        """Per shape, of a table [state, ..., layers of padding + layers + 1]: [state, ..., stop, start] over the shape's window."""
-        layers, strides = self.num_layers, (*table.strides, table.strides[-1])
-        return [as_strided(table[..., layers - w :], (*table.shape[:-1], layers + 1, w), strides, writeable=False) for w in self.width]
+        """Per shape, of a table [state, ..., layers of padding + layers + 1]: [state, start, ..., stop] over the shape's window."""
+        layers, (states, *inner, _), (first, *strides, last) = self.num_layers, table.shape, table.strides
+        shapes, steps = [(states, w, *inner, layers + 1) for w in self.width], (first, last, *strides, last)
+        return [as_strided(table[..., layers - w :], shape, steps, writeable=False) for w, shape in zip(self.width, shapes, strict=True)]
 
     def _first_pass(self) -> None:
         """top [state, position, layer] and rest [state, layer]: the same recursion with the largest in place of the sum."""
         layers, p = self.num_layers, len(self.positions)
-        table = np.full((len(self.space.states), p + 1, 2 * layers + 1), np.inf)
-        views, after = self._views(table), [*np.minimum(np.arange(p) + 1, p - 1), p]
+        # positions, the last of them again, which is what comes after it, and the iteration
+        table = np.full((len(self.space.states), p + 2, 2 * layers + 1), np.inf)
+        views = self._views(table[:, 1:])
         self.periods: dict[tuple[int, int], Floats] = {}
         for state, moves in enumerate(self.space.moves):
-            link, mine = self.space.links[state], table[state, :, layers:]
+            link, mine = self.space.links[state], np.full((p + 1, layers + 1), np.inf)
             if self.space.ends[state]:
                 mine[:, 0] = 0.0
             for move in moves:
@@ -113,17 +117,18 @@ class Frontier:
                     continue
                 if (move.shape, link) not in self.periods:
                     period = self._period(move.shape, link)
-                    self.periods[move.shape, link] = np.concatenate([period, self.updates[move.shape][None]])
-                longest = np.maximum(self.periods[move.shape, link], views[move.shape][move.target][after])
-                np.minimum(mine, longest.min(axis=-1), out=mine)
-        self.top, self.rest = table[:, :p, layers:], table[:, p, layers:]
+                    self.periods[move.shape, link] = np.concatenate([period, self.updates[move.shape][:, None]], axis=1)
+                longest = np.maximum(self.periods[move.shape, link], views[move.shape][move.target])
+                np.minimum(mine, np.minimum.reduce(longest), out=mine)
+            table[state, :, layers:] = np.insert(mine, p, mine[p - 1], axis=0)
+        self.top, self.rest = table[:, :p, layers:], table[:, -1, layers:]
 
     def _bands(self) -> list[tuple[int, int]]:
         """Per state, the layers [first, last) before which a pipeline of interest may have a boundary there."""
         layers = self.num_layers
         reached = np.zeros((len(self.space.states), layers + 1), dtype=np.bool_)
         reached[self.space.start, layers] = True
-        within = {key: self._period(*key)[0] * self.n < self.limit for key in self.periods}
+        within = {key: self._period(*key)[:, 0].T * self.n < self.limit for key in self.periods}
         bands = [(0, 0)] * len(reached)
         for state in reversed(range(len(reached))):
             useful = np.nonzero(reached[state] & (self.top[state, 0] * self.n < self.limit))[0]
@@ -140,7 +145,7 @@ class Frontier:
         return bands
 
     def _period(self, shape: int, link: int) -> Floats:
-        crossing: Floats = self.crossing[link][None, :, None]
+        crossing = self.crossing[link]
         period: Floats = np.maximum(self.seconds[shape], ONE_WAY * crossing) if self.discipline.hides else self.seconds[shape] + crossing
         return period
 
@@ -157,21 +162,22 @@ class Frontier:
     def _second_pass(self) -> None:
         """F [state, position, t_max, layer]."""
         layers, p = self.num_layers, len(self.positions)
-        table = np.full((len(self.space.states), p, len(self.grid), 2 * layers + 1), np.inf)
-        views, after = self._views(table), np.minimum(np.arange(p) + 1, p - 1)
+        table = np.full((len(self.space.states), p + 1, len(self.grid), 2 * layers + 1), np.inf)  # the last position twice, as in the first pass
+        views = self._views(table[:, 1:])
         costs: dict[tuple[int, int], Floats] = {}
         for state, moves in enumerate(self.space.moves):
             first, last = self.bands[state]
-            link, mine = self.space.links[state], table[state, :, :, layers + first : layers + last]
+            link, mine = self.space.links[state], table[state, :p, :, layers + first : layers + last]
             if self.space.ends[state]:
                 table[state, :, :, layers] = 0.0
             for move in moves:
                 if not self.width[move.shape] or first == last:
                     continue
                 if (move.shape, link) not in costs:
-                    seconds = (self.seconds[move.shape] + self.crossing[link][None, :, None])[:, None]
-                    within = self._period(move.shape, link)[:, None] <= self.grid[None, :, None, None]
+                    seconds = (self.seconds[move.shape] + self.crossing[link])[:, :, None]
+                    within = self._period(move.shape, link)[:, :, None] <= self.grid[:, None]
                     costs[move.shape, link] = np.where(within, seconds, np.inf)
-                whole = costs[move.shape, link][:, :, first:last] + views[move.shape][move.target, :, :, first:last][after]
-                np.minimum(mine, whole.min(axis=-1), out=mine)
-        self.sums = table[..., layers:]
+                whole = costs[move.shape, link][..., first:last] + views[move.shape][move.target][..., first:last]
+                np.minimum(mine, np.minimum.reduce(whole), out=mine)
+            table[state, p] = table[state, p - 1]
+        self.sums = table[:, :p, :, layers:]
