@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from math import prod
-from operator import add
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +29,7 @@ from hapx.cost.edges import Edge, EdgePrices
 from hapx.cost.memory import UPDATE_PASSES
 from hapx.cost.network import SCALAR_BYTES, AxisLinks, Network
 from hapx.cost.recut import moved
-from hapx.cost.terms import Piece, Shares, Term, Vector, maximum
+from hapx.cost.terms import Amounts, Piece, Shares, Term, Vector, maximum, total
 from hapx.cost.view import View
 from hapx.errors import HapError
 from hapx.ir import Graph, Kind, Node, OpCall, TensorRef
@@ -118,9 +117,9 @@ class CostModel:
         self.capacity: Vector = np.array(view.worst(lambda d: cluster.type_of(d).memory, min)) * (1.0 - memory.RESERVE)
         self.launch = view.worst(lambda d: cluster.type_of(d).kernel_latency)
         self.per_byte = view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
-        self._nothing = (0.0,) * len(self.kinds)
         self._per_flop: dict[str, tuple[float, ...]] = {}
         self._by_form: dict[int, StepCost] = {}
+        self._rooflines: dict[Any, Term | None] = {}
         self._conversions: dict[Any, StepCost] = {}
         self._updates: dict[tuple[float, Placement], Term] = {}
         self._steps: dict[Any, tuple[list[CommunicationCost], Piece, Piece]] = {}
@@ -237,37 +236,33 @@ class CostModel:
         does = work(self.graph, node)
         cuts = triple.work or (None,) * len(self.theory.mesh.axes)
         everywhere = list(placements.values())
-        done = self.view.work(cuts, everywhere)
-        forward = self._roofline(node, done.scaled((does.forward,) * len(self.kinds)), does.moved, placements, 1) if does.moved else None
+        done = (self.view.work(cuts, everywhere), does.forward)
+        forward = self._roofline(node, [done], self._parts(does.moved, placements), 1) if does.moved else None
         backward = self._backward(node, body, does, cuts, placements) if self.mode == "train" and does.kernels_back else None
         communication = [c for c in self._composite(node, body, placements) if self.mode == "train" or c.direction == "forward"]
         if self.mode == "train" and node.outputs[0].name in self.graph.recomputed:
             communication += [replace(c, direction="backward") for c in communication if c.direction == "forward"]
         return StepCost(forward, backward, tuple(communication), self._activations(node, placements))
 
-    def _roofline(
-        self, node: Node, flops: Piece, moved: tuple[tuple[str, float], ...], placements: Mapping[str, Placement], kernels: int
-    ) -> Term | None:
-        dtype = node.outputs[0].dtype
+    def _roofline(self, node: Node, flops: Amounts, moved: Amounts, kernels: int) -> Term | None:
+        """Seconds of an operator that does so many FLOPs and moves so many bytes. Alike ones share it."""
+        dtype, number = node.outputs[0].dtype, self.number
         precision = dtype if dtype in OWN_SPEED else self.precision
+        key = precision, kernels, tuple([(number(p), n) for p, n in flops]), tuple([(number(p), n) for p, n in moved])
+        if key not in self._rooflines:
+            self._rooflines[key] = self._longest(precision, total(flops, len(self.kinds)), total(moved, len(self.kinds)), kernels)
+        return self._rooflines[key]
+
+    def _longest(self, precision: str, flops: Piece, moved: Piece, kernels: int) -> Term | None:
         if precision not in self._per_flop:
             self._per_flop[precision] = self.view.worst(lambda d: 1.0 / self.cluster.type_of(d).speed(precision))
-        launch = self._launches(kernels)
-        pieces = [self._together(moved, placements).scaled(self.per_byte) + launch]
-        return maximum(pieces if flops.zero else [flops.scaled(self._per_flop[precision]) + launch, *pieces])
+        launch = tuple([kernels * seconds for seconds in self.launch])
+        pieces = [moved.line(self.per_byte, launch)]
+        return maximum(pieces if flops.zero else [flops.line(self._per_flop[precision], launch), *pieces])
 
-    def _launches(self, kernels: float) -> Piece:
-        return Piece(tuple(kernels * seconds for seconds in self.launch))
-
-    def _together(self, sizes: Iterable[tuple[str, float]], placements: Mapping[str, Placement]) -> Piece:
-        """Bytes that a device has of several tensors."""
-        const, slopes = self._nothing, dict[Cut, tuple[float, ...]]()
-        for name, size in sizes:
-            part = self.view.fraction(placements[name])
-            const = tuple([c + size * p for c, p in zip(const, part.const, strict=True)])
-            for cut, slope in part.slopes:
-                slopes[cut] = tuple([c + size * p for c, p in zip(slopes.get(cut, self._nothing), slope, strict=True)])
-        return Piece(const, tuple(slopes.items()))
+    def _parts(self, sizes: Iterable[tuple[str, float]], placements: Mapping[str, Placement], bound: bool = False) -> Amounts:
+        """What a device has of several tensors of so many bytes."""
+        return [(self.view.fraction(placements[name], bound), size) for name, size in sizes]
 
     def _backward(self, node: Node, body: OpCall, does: Work, cuts: tuple[Cut | None, ...], placements: Mapping[str, Placement]) -> Term | None:
         """With sufficient factors, the weight's gradient is made whole on every device of the axes that gather them."""
@@ -275,10 +270,9 @@ class CostModel:
         gathered = _axes(body, "gather")
         mostly = self.view.work(cuts, everywhere)
         of_weight = self.view.work(tuple(None if a in gathered else c for a, c in enumerate(cuts)), everywhere) if gathered else mostly
-        k = len(self.kinds)
-        flops = mostly.scaled((does.backward - does.of_weight,) * k) + of_weight.scaled((does.of_weight,) * k)
-        seen = {name: p.gathered(gathered) for name, p in placements.items()}
-        return self._roofline(node, flops, does.moved_back, seen, does.kernels_back)
+        flops = (mostly, does.backward - does.of_weight), (of_weight, does.of_weight)
+        seen = {name: p.gathered(gathered) for name, p in placements.items()} if gathered else placements
+        return self._roofline(node, flops, self._parts(does.moved_back, seen), does.kernels_back)
 
     def _composite(self, node: Node, body: OpCall, placements: Mapping[str, Placement]) -> list[CommunicationCost]:
         """Communication inside the local bodies of composites (see `hapx.theory.ops`)."""
@@ -329,7 +323,8 @@ class CostModel:
             ref = self.graph.refs[name]
             if ref.kind is Kind.VALUE and _partial(placements[name]):
                 kept.append((name, float(ref.bytes)))
-        return maximum([reduce(add, (self._part(placements[name], self.in_flight * size, bound=True) for name, size in kept))]) if kept else None
+        sizes = [(name, self.in_flight * size) for name, size in kept]
+        return maximum([total(self._parts(sizes, placements, bound=True), len(self.kinds))]) if kept else None
 
     # --- conversions --------------------------------------------------------------------------------------------------------------------
 
@@ -416,8 +411,8 @@ class CostModel:
             return self.view.constant(0.0)
         tensors = before, after, after.gathered((axis,))
         shorter, longer = (tensors[k] for k in copied(before.states[axis], after.states[axis]))
-        moved = self._part(shorter, own.first * ref.bytes) + self._part(longer, own.second * ref.bytes)
-        return moved.scaled(self.per_byte) + self._launches(own.kernels)
+        moved = (self.view.fraction(shorter), own.first * ref.bytes), (self.view.fraction(longer), own.second * ref.bytes)
+        return total(moved, len(self.kinds)).line(self.per_byte, tuple([own.kernels * seconds for seconds in self.launch]))
 
     def collectives(self, ref: TensorRef, source: State, target: State, free: bool) -> list[tuple[Direction, str]]:
         """What runs between devices when a tensor is converted along one axis, always one collective; a reduce_scatter counts as an all_gather, which

@@ -13,7 +13,7 @@ Invariant: every vector has one entry per kind, in the order of `CostModel.kinds
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, le, mul
 
@@ -45,6 +45,11 @@ class Piece:
         f = tuple(factors)
         return Piece(tuple(map(mul, self.const, f)), tuple([(cut, tuple(map(mul, slope, f))) for cut, slope in self.slopes]))
 
+    def line(self, factors: tuple[float, ...], added: tuple[float, ...]) -> Piece:
+        """factors * the piece + added, kind by kind."""
+        const = tuple([c * f + a for c, f, a in zip(self.const, factors, added, strict=True)])
+        return Piece(const, tuple([(cut, tuple(map(mul, slope, factors))) for cut, slope in self.slopes]))
+
     def __add__(self, other: Piece) -> Piece:
         slopes = dict(self.slopes)
         for cut, slope in other.slopes:
@@ -62,6 +67,9 @@ class Piece:
         mine, theirs, none = dict(self.slopes), dict(other.slopes), (0.0,) * len(self.const)
         pairs = [(self.const, other.const), *((mine.get(c, none), theirs.get(c, none)) for c in {**mine, **theirs})]
         return all(a <= b for left, right in pairs for a, b in zip(left, right, strict=True))
+
+
+Amounts = Sequence[tuple[Piece, float]]  # pieces, each so many times
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,17 @@ def maximum(pieces: Iterable[Piece]) -> Term | None:
             continue
         kept = [other for other in kept if not other.below(piece)] + [piece]
     return None if all(piece.zero for piece in kept) else Term(tuple(kept))
+
+
+def total(amounts: Amounts, kinds: int) -> Piece:
+    """The sum of pieces, each so many times."""
+    nothing = (0.0,) * kinds
+    const, slopes = nothing, dict[Cut, tuple[float, ...]]()
+    for piece, amount in amounts:
+        const = tuple([c + amount * p for c, p in zip(const, piece.const, strict=True)])
+        for cut, slope in piece.slopes:
+            slopes[cut] = tuple([c + amount * p for c, p in zip(slopes.get(cut, nothing), slope, strict=True)])
+    return Piece(const, tuple(slopes.items()))
 
 
 def constant(values: Iterable[float]) -> Piece:
