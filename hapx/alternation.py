@@ -27,14 +27,14 @@ from hapx.balancer.rounding import Lengths, fit, improve, per_device, round_rati
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
-from hapx.errors import HapError, InsufficientMemoryError
+from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.fitting import Fitting
 from hapx.ir import Graph
 from hapx.lower import Candidate
 from hapx.plan import Plan, ProgramKey
 from hapx.progress import Teller, Watcher
-from hapx.restriction import Restriction
-from hapx.starts import carried, further, kept_otherwise
+from hapx.restriction import AUTO, Restriction
+from hapx.starts import carried, further, kept_otherwise, where_memory_binds
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.forbidden import NOTHING, Forbidden
@@ -50,6 +50,10 @@ HOPELESS = 1.5  # what costs that much more than the best of the others at its f
 CORRECTIONS = 4  # searches at most for one program whose peak fits
 FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
 FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
+
+MUCH = 20_000  # partial programs, after which a problem is not searched with the restrictions of
+# strategies by name: split and storage
+BY_NAME: tuple[tuple[Literal["model", "batch"], Literal["as-used", "sharded"]], ...] = (("model", "as-used"), ("batch", "sharded"))
 
 _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 
@@ -139,6 +143,7 @@ class Alternation:
         self.balanced: dict[tuple[int, tuple[float, ...]], dict[Row, Vector] | None] = {}  # by a program's steps (held by `goals`) and limits
         self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
         self.prices: tuple[float, ...] | None = None  # of memory, once it binds
+        self._generated = counters.search.generated  # partial programs, before
         self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
         capacity = np.asarray(self.costs.capacity)
         self.old = carried(setting.old, setting.key, theory, self.costs, capacity) if setting.old is not None else None
@@ -167,6 +172,13 @@ class Alternation:
     def candidates(self, known: float) -> list[Candidate]:
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views; none where the bound says that
         nothing comes near it."""
+        self._meet(known)
+        if self.found:
+            self._longer()
+        return [*self.found.values(), *([self.old] if self.old is not None and self.found else [])]
+
+    def _meet(self, known: float) -> None:
+        """From all starts."""
         failure: InsufficientMemoryError | None = None
         away = 0.0
         if self.old is not None:
@@ -184,13 +196,13 @@ class Alternation:
         if not self.found:
             if failure is None and self.rejected is None:
                 self.hopeless = away
-                return []
+                return
             raise failure or self.fitting.too_small(*self.rejected)  # type: ignore[misc]
         segments = self.setting.graph.segments > 1 and not self.setting.given
         if self.free and (self.setting.start is None or segments) and self.small:
             self._further(known)
-        self._longer()
-        return [*self.found.values(), *([self.old] if self.old is not None else [])]
+            if self.prices is not None and not (segments or self.setting.given or self.setting.within):
+                self._by_name(known)
 
     def _least_times(self, ratios: Mapping[Row, Vector], known: float) -> float:
         """How many times `known` seconds of a program of another view every program at these ratios takes, at least: where that is hopeless, even if
@@ -234,6 +246,28 @@ class Alternation:
         if self.prices is None and before.gap <= STALLED:
             self._prove(before, known)
 
+    def _by_name(self, known: float) -> None:
+        """Where memory binds, what strategies by name find: their searches have so few programs that they see some that are passed over here. From
+        the best of them on, everything is allowed again."""
+        rule, spent = self.setting.rule, self.counters.search.generated - self._generated
+        if (rule.split, rule.storage, rule.sfb) != (AUTO.split, AUTO.storage, AUTO.sfb) or spent > MUCH:
+            return
+        for split, storage in BY_NAME:
+            asked = replace(self.setting, rule=replace(rule, split=split, storage=storage, sfb="never"), old=None)
+            before = self._best().cost
+            with suppress(InsufficientMemoryError, PlanError):  # something else fits
+                other = Alternation(asked, self.theory, self.counters, self.told, costs=self.costs)
+                other._meet(min(known, before))
+                found = min(other.found.values(), key=attrgetter("cost"), default=None)
+                if found is None or found.cost >= before:
+                    continue
+                shares = self._by_kind(found.shares)
+                lengths = self._lengths(shares) | dict(found.lengths)  # of all cuts that there are here
+                bound = least(self.problem, self.costs.lengths_to_shares(lengths))  # what is proven there is of fewer programs
+                self.found[split, storage] = replace(found, lengths=lengths, gap=max(0.0, 1 - bound / found.cost))
+                self.goals |= other.goals
+                self._alternate(shares, known, lengths)
+
     def _prove(self, before: Candidate, known: float) -> None:
         """Searches to the end where short searches have found the best program; unless that is hardly better than `before`, of which more is proven:
         then it is dropped."""
@@ -254,9 +288,16 @@ class Alternation:
                 best = self._by_kind(self._best().shares)
                 yield {r: storage if r.kind == "storage" else best[r] for r in self.rows}
             return
-        row = self.rows[0]
-        for start in further(np.asarray(self.costs.speeds), self.sizes, lambda: self._by_kind(self._best().shares)[row]):
+        row, speeds = self.rows[0], np.asarray(self.costs.speeds)
+
+        def compute() -> Vector:
+            return self._by_kind(self._best().shares)[row]
+
+        for start in further(speeds, self.sizes, compute):
             yield {r: start[r.kind == "storage"] for r in self.rows}
+        if self.prices is not None:
+            for start in where_memory_binds(speeds, self.sizes, self.fitting.capacity, compute):
+                yield {r: start[r.kind == "storage"] for r in self.rows}
 
     def _longer(self) -> None:
         """Where memory binds in a small problem and the best program may be far from the best one at its ratios: one search more, a long one."""

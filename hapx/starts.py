@@ -4,9 +4,10 @@ In: a cost model, the rows of a mesh, the best ratios so far, an old plan. Out: 
 
 The alternation moves downhill only, and a program that keeps nothing in shards, or leaves no kind of devices out, says nothing of what that would
 bring. So further starts say it (`further`): the fastest kinds, or any one kind, alone; the best ratios with parameters kept evenly, or by one kind
-only; all kinds but one. Each costs a search, so they are for small problems, and are given up where their first program is far from the best (see the
-planner). Segments begin with the rows that the linear program gives them in a program of one row, so of theirs only the storage rows are varied
-(`kept_otherwise`): where no parameter is kept in shards, that program says nothing of the storage rows, and those decide whether shards pay.
+only; all kinds but one; and where memory binds (`where_memory_binds`), shares in proportion to memory, and any two kinds alone. Each costs a search,
+so they are for small problems, and are given up where their first program is far from the best (see the planner). Segments begin with the rows that
+the linear program gives them in a program of one row, so of theirs only the storage rows are varied (`kept_otherwise`): where no parameter is kept in
+shards, that program says nothing of the storage rows, and those decide whether shards pay.
 
 An old plan of the same model on the same mesh is not only a start but a candidate itself (`carried`), so that what is planned with it is never slower
 than it is.
@@ -15,6 +16,7 @@ than it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -32,14 +34,11 @@ from hapx.theory.triple import Theory
 
 def further(speeds: Vector, sizes: Sequence[int], compute: Callable[[], Vector]) -> Iterator[tuple[Vector, Vector]]:
     """(compute row, storage row), as shares of one device of each kind. compute: the best compute row so far, asked for when it is needed."""
-    kinds, number = len(sizes), np.asarray(sizes, dtype=float)
-    even = np.full(kinds, 1 / number.sum())
+    kinds = len(sizes)
+    even = np.full(kinds, 1 / sum(sizes))
 
     def only(chosen: Sequence[int]) -> Vector:
-        shares = np.zeros(kinds)
-        shares[list(chosen)] = speeds[list(chosen)]
-        shares /= (shares * number).sum()
-        return shares
+        return _among(speeds, sizes, chosen)
 
     fastest = np.argsort(-speeds, kind="stable").tolist()
     for count in range(1, kinds):
@@ -50,6 +49,27 @@ def further(speeds: Vector, sizes: Sequence[int], compute: Callable[[], Vector])
         yield compute(), storage
     for kind in reversed(fastest if kinds > 2 else []):
         yield only([k for k in fastest if k != kind]), even
+
+
+def where_memory_binds(speeds: Vector, sizes: Sequence[int], capacity: Vector, compute: Callable[[], Vector]) -> Iterator[tuple[Vector, Vector]]:
+    """(compute row, storage row), as in `further`: parameters kept, and perhaps work done, in proportion to memory; any two kinds alone, by speed and
+    by memory. capacity: bytes per device of each kind."""
+    everyone = range(len(sizes))
+    by_memory = _among(capacity, sizes, everyone)
+    yield compute(), by_memory
+    yield _among(speeds, sizes, everyone), by_memory
+    yield by_memory, by_memory
+    for pair in combinations(everyone, 2) if len(sizes) > 2 else ():
+        for weights in (speeds, capacity):
+            yield _among(weights, sizes, pair), _among(weights, sizes, pair)
+
+
+def _among(weights: Vector, sizes: Sequence[int], chosen: Sequence[int]) -> Vector:
+    """Shares of one device of each kind, in proportion to weights; of the chosen kinds alone."""
+    shares = np.zeros(len(sizes))
+    shares[list(chosen)] = weights[list(chosen)]
+    shares /= (shares * np.asarray(sizes, dtype=float)).sum()
+    return shares
 
 
 def kept_otherwise(sizes: Sequence[int]) -> Iterator[Vector]:
