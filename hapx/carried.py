@@ -24,6 +24,7 @@ from hapx.theory.triple import Theory
 from hapx.theory.triples import NodeTriples
 
 States = Mapping[tuple[str, State], State]
+Shards = tuple[tuple[Sharded, Sharded], ...]  # which stand for which
 
 
 def carried(known: Candidate, theory: Theory, cluster: ClusterSpec, costs: CostModel | None = None) -> Candidate | None:
@@ -139,20 +140,18 @@ def _states(old: Theory, new: Theory) -> States | None:
     if len(old.triples) != len(new.triples) or old.stored.keys() != new.stored.keys() or old.outputs.keys() != new.outputs.keys():
         return None
     found: dict[tuple[str, State], State] = {}
-    checked: dict[tuple[int, int], list[set[tuple[Placement, Placement]]] | None] = {}  # by alike nodes there and here
+    checked: dict[tuple[int, int], list[Shards] | None] = {}  # by alike nodes there and here
     for k, (a, b) in enumerate(zip(old.triples, new.triples, strict=True)):
         key = old.alike[k], new.alike[k]
         if key not in checked:
-            checked[key] = _pairs(a, b)
+            checked[key] = _of_node(a, b)
         both, names = checked[key], _names(a[0])
-        if both is None or names != _names(b[0]):
-            return None
-        if not all(_pair(found, name, p, q) for name, own in zip(names, both, strict=True) for p, q in own):
+        if both is None or names != _names(b[0]) or not all(_noted(found, name, own) for name, own in zip(names, both, strict=True)):
             return None
     for before, after in ((old.stored, new.stored), (old.outputs, new.outputs)):
         for name in before:
-            pairs = zip(before[name], after[name], strict=False)
-            if len(before[name]) != len(after[name]) or not all(_pair(found, name, p, q) for p, q in pairs):
+            own = _shards(before[name], after[name])
+            if own is None or not _noted(found, name, own):
                 return None
     return found
 
@@ -161,24 +160,36 @@ def _names(triple: Triple) -> list[str]:
     return [p.tensor for p in (*triple.pre, *triple.post)]
 
 
-def _pairs(before: Sequence[Triple], after: Sequence[Triple]) -> list[set[tuple[Placement, Placement]]] | None:
-    """What stands for what, per operand and result; None if there are not as many."""
+def _of_node(before: Sequence[Triple], after: Sequence[Triple]) -> list[Shards] | None:
+    """Which shards stand for which, per operand and result of a node; None where they cannot."""
     if len(before) != len(after):
         return None
     there, here = (list(zip(*([p.placement for p in (*t.pre, *t.post)] for t in own), strict=True)) for own in (before, after))
-    return [set(zip(p, q, strict=True)) for p, q in zip(there, here, strict=True)] if len(there) == len(here) else None
+    if len(there) != len(here):
+        return None
+    found = [_shards(p, q) for p, q in zip(there, here, strict=True)]
+    return [own for own in found if own is not None] if None not in found else None
 
 
-def _pair(found: dict[tuple[str, State], State], tensor: str, before: Placement, after: Placement) -> bool:
-    """Notes which states stand for which; False where they cannot."""
-    if before.nest != after.nest:
-        return False
-    for s, t in zip(before.states, after.states, strict=True):
-        if type(s) is not type(t):
-            return False
-        if isinstance(s, Sharded) and isinstance(t, Sharded) and (s.dim != t.dim or s.cut.row != t.cut.row or found.setdefault((tensor, s), t) != t):
-            return False
-    return True
+def _shards(before: Sequence[Placement], after: Sequence[Placement]) -> Shards | None:
+    """Which shards stand for which in placements that stand for each other; None where they cannot."""
+    if len(before) != len(after):
+        return None
+    found: dict[Sharded, Sharded] = {}
+    for p, q in dict.fromkeys(zip(before, after, strict=True)):
+        if p.nest != q.nest:
+            return None
+        for s, t in zip(p.states, q.states, strict=True):
+            if type(s) is not type(t):
+                return None
+            if isinstance(s, Sharded) and isinstance(t, Sharded) and (s.dim != t.dim or s.cut.row != t.cut.row or found.setdefault(s, t) != t):
+                return None
+    return tuple(found.items())
+
+
+def _noted(found: dict[tuple[str, State], State], tensor: str, pairs: Shards) -> bool:
+    """Notes which shards of a tensor stand for which; False where others do already."""
+    return all(found.setdefault((tensor, s), t) == t for s, t in pairs)
 
 
 # ---- to another part of the graph ----------------------------------------------------------------------------------------------------------------

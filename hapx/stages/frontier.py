@@ -120,7 +120,8 @@ class Frontier:
                     self.periods[move.shape, link] = np.concatenate([period, self.updates[move.shape][:, None]], axis=1)
                 longest = np.maximum(self.periods[move.shape, link], views[move.shape][move.target])
                 np.minimum(mine, np.minimum.reduce(longest), out=mine)
-            table[state, :, layers:] = np.insert(mine, p, mine[p - 1], axis=0)
+            own = table[state, :, layers:]
+            own[:p], own[p], own[p + 1] = mine[:p], mine[p - 1], mine[p]
         self.top, self.rest = table[:, :p, layers:], table[:, -1, layers:]
 
     def _bands(self) -> list[tuple[int, int]]:
