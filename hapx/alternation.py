@@ -434,6 +434,8 @@ class Alternation:
             balanced = self._balanced([solution, *others] if solution is not None else others, ratios) if self.free else None
             self.counters.balance_time += time.perf_counter() - began
             if balanced is None and best == inf:
+                if self.budget is None and others:  # a further start: nobody reads how much is lacking
+                    raise self.fitting.too_small(others[-1], lengths)
                 least = least_memory(self.problem, self.costs.lengths_to_shares(lengths), self.limits, self.setting.key)
                 raise self.fitting.too_small(least, lengths)
             before = best

@@ -100,9 +100,9 @@ def attempt(
     above: float = inf, known: float = inf,
 ) -> tuple[Solution | None, tuple[Solution, ...]]:  # fmt: skip
     """As `solve`, with what other ratios may make fit where memory binds: the cheapest program, and the one of least memory if nothing was found.
-    budget: small problems where memory binds are searched to the end with it; None: only with prices of memory. above: seconds; nothing at all where
-    the bound says that every program takes more. known: seconds of a program at other shares; where the bound says that every program takes more than
-    that, a good one will do: it is wanted for the ratios that it leads to."""
+    budget: small problems where memory binds are searched to the end with it; None: only with prices of memory, and shortly. above: seconds; nothing
+    at all where the bound says that every program takes more. known: seconds of a program at other shares; where the bound says that every program
+    takes more than that, a good one will do: it is wanted for the ratios that it leads to."""
     statistics = Statistics()
     domain = _domain(problem, shares)
     problem.asked = None
@@ -139,7 +139,7 @@ def _limited(
 
     def priced(at: Vector) -> tuple[State | None, float]:
         own = Statistics()
-        found = _search(Synthesis(problem, shares, None, prices=at), own, WITHIN, SHORT)
+        found = _search(Synthesis(problem, shares, None, prices=at), own, WITHIN, SHORT, wide=budget is not None)
         gap, own.gap = own.gap, 0.0
         statistics.add(own)
         return found, gap
@@ -148,7 +148,7 @@ def _limited(
     found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices)
     best, cost, least = found.best, found.cost, None
     if best is None:
-        least = least_memory(problem, shares, limits, key)
+        least = least_memory(problem, shares, limits, key, SHORT if budget is None else BUDGET)
         if least.cost > 1:
             return None, least
     exact = None
@@ -181,11 +181,12 @@ def _with_memory(
     return best
 
 
-def least_memory(problem: Problem, shares: Shares, limits: Vector, key: ProgramKey) -> Solution:
-    """The program whose fullest device kind is least full; its `cost` is that fraction of the limit, not seconds."""
+def least_memory(problem: Problem, shares: Shares, limits: Vector, key: ProgramKey, budget: int = BUDGET) -> Solution:
+    """The program whose fullest device kind is least full; its `cost` is that fraction of the limit, not seconds. budget: with less than the usual
+    one the search is short."""
     statistics = Statistics()
     domain = Synthesis(problem, shares, None, capacity=limits)
-    best = _search(domain, statistics)
+    best = _search(domain, statistics, budget=budget, wide=budget >= BUDGET)
     statistics.gap = 0.0  # one of bytes, not of seconds
     if best is None:
         raise _stuck(problem)
