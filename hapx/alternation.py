@@ -33,7 +33,7 @@ from hapx.ir import Graph
 from hapx.lower import Candidate
 from hapx.plan import Plan, ProgramKey
 from hapx.progress import Teller, Watcher
-from hapx.restriction import AUTO, Restriction
+from hapx.restriction import AUTO, BASELINES, Restriction
 from hapx.starts import carried, further, kept_otherwise, where_memory_binds
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
@@ -50,10 +50,8 @@ HOPELESS = 1.5  # what costs that much more than the best of the others at its f
 CORRECTIONS = 4  # searches at most for one program whose peak fits
 FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
 FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
-
-MUCH = 20_000  # partial programs, after which a problem is not searched with the restrictions of
-# strategies by name: split and storage
-BY_NAME: tuple[tuple[Literal["model", "batch"], Literal["as-used", "sharded"]], ...] = (("model", "as-used"), ("batch", "sharded"))
+MUCH = 20_000  # partial programs, after which a problem is not also searched as strategies by name:
+BY_NAME = ("tensor-parallel", "zero")
 
 _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 
@@ -252,11 +250,12 @@ class Alternation:
         rule, spent = self.setting.rule, self.counters.search.generated - self._generated
         if (rule.split, rule.storage, rule.sfb) != (AUTO.split, AUTO.storage, AUTO.sfb) or spent > MUCH:
             return
-        for split, storage in BY_NAME:
-            asked = replace(self.setting, rule=replace(rule, split=split, storage=storage, sfb="never"), old=None)
+        for name in BY_NAME:
+            known_as = BASELINES[name]
+            own = replace(rule, split=known_as.split, storage=known_as.storage, sfb=known_as.sfb)
             before = self._best().cost
             with suppress(InsufficientMemoryError, PlanError):  # something else fits
-                other = Alternation(asked, self.theory, self.counters, self.told, costs=self.costs)
+                other = Alternation(replace(self.setting, rule=own, old=None), self.theory, self.counters, self.told, costs=self.costs)
                 other._meet(min(known, before))
                 found = min(other.found.values(), key=attrgetter("cost"), default=None)
                 if found is None or found.cost >= before:
@@ -264,7 +263,7 @@ class Alternation:
                 shares = self._by_kind(found.shares)
                 lengths = self._lengths(shares) | dict(found.lengths)  # of all cuts that there are here
                 bound = least(self.problem, self.costs.lengths_to_shares(lengths))  # what is proven there is of fewer programs
-                self.found[split, storage] = replace(found, lengths=lengths, gap=max(0.0, 1 - bound / found.cost))
+                self.found[(name,)] = replace(found, lengths=lengths, gap=max(0.0, 1 - bound / found.cost))
                 self.goals |= other.goals
                 self._alternate(shares, known, lengths)
 
@@ -434,9 +433,9 @@ class Alternation:
             balanced = self._balanced([solution, *others] if solution is not None else others, ratios) if self.free else None
             self.counters.balance_time += time.perf_counter() - began
             if balanced is None and best == inf:
-                if self.budget is None and others:  # a further start: nobody reads how much is lacking
-                    raise self.fitting.too_small(others[-1], lengths)
-                least = least_memory(self.problem, self.costs.lengths_to_shares(lengths), self.limits, self.setting.key)
+                least = others[-1] if others else None
+                if least is None or self.budget is not None:  # of a further start nobody reads how much is lacking
+                    least = least_memory(self.problem, self.costs.lengths_to_shares(lengths), self.limits, self.setting.key)
                 raise self.fitting.too_small(least, lengths)
             before = best
             if balanced is not None:

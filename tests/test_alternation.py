@@ -24,7 +24,7 @@ from hapx.errors import InsufficientMemoryError
 from hapx.plan import Plan
 from hapx.planner import plan_graphs, plan_spmd
 from hapx.progress import Teller
-from hapx.restriction import Restriction
+from hapx.restriction import BASELINES, Restriction
 from hapx.starts import where_memory_binds
 from hapx.synth.astar import Statistics
 from hapx.theory.derive import derive
@@ -147,8 +147,8 @@ def test_where_memory_binds_nothing_that_a_strategy_by_name_finds_is_faster(seed
     assert of.binds
     (best, *_), found = plan_spmd(of.setting, Counters(), [of.mesh]), []
     assert best.fits
-    for split, storage in BY_NAME:
-        rule = Restriction(split, split=split, storage=storage, sfb="never", segments="none")
+    for name in BY_NAME:
+        rule = Restriction(name, split=BASELINES[name].split, storage=BASELINES[name].storage, sfb="never", segments="none")
         with suppress(InsufficientMemoryError):
             found += [c for c in plan_spmd(replace(of.setting, rule=rule), Counters(), [of.mesh]) if c.fits]
     assert found, "one of them fits"
