@@ -43,6 +43,7 @@ from hapx.stages.clustering import Layers, equal_operators, find_layers
 from hapx.stages.costs import ONE_F_ONE_B, Answer, Pipeline, Prices
 from hapx.stages.dp import Solution, solve
 from hapx.stages.neighbours import neighbours
+from hapx.stages.numbers import numbers_of_micro_batches
 from hapx.stages.plain import pipeline_by_hand
 from hapx.stages.space import Space, space
 from hapx.stages.submeshes import Shape
@@ -105,7 +106,7 @@ class Bench:
     @cached_property
     def tried(self) -> tuple[int, ...]:
         """Numbers of micro-batches."""
-        return self.numbers or inter_op.numbers_of_micro_batches(self.case.model.whole.batch, self.case.cluster, self.scarce)
+        return self.numbers or numbers_of_micro_batches(self.case.model.whole.batch, self.case.cluster, self.scarce)
 
     @cached_property
     def scarce(self) -> bool:

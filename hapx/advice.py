@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.cluster.units import show
@@ -64,12 +64,3 @@ def _larger(error: InsufficientMemoryError, setting: Setting, attempt: Attempt) 
 
 def _with_memory(cluster: ClusterSpec, sizes: Mapping[str, int]) -> ClusterSpec:
     return replace(cluster, device_types={n: replace(t, memory=max(t.memory, sizes.get(n, 0))) for n, t in cluster.device_types.items()})
-
-
-def first_rows(inputs: Any, whole: int, batch: int) -> Any:
-    """Example inputs (tensors in tuples, lists and dicts) with `batch` rows where they have `whole` of them."""
-    if isinstance(inputs, Mapping):
-        return {name: first_rows(value, whole, batch) for name, value in inputs.items()}
-    if isinstance(inputs, tuple | list):
-        return tuple(first_rows(value, whole, batch) for value in inputs)
-    return inputs[:batch] if getattr(inputs, "shape", None) and inputs.shape[0] == whole else inputs

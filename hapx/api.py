@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from hapx import codec
-from hapx.advice import first_rows
 from hapx.cluster.spec import ClusterSpec
 from hapx.collectives.communicator import Communicator, ProcessGroupCommunicator, create_groups
 from hapx.collectives.messages import create_messenger
@@ -29,10 +28,11 @@ from hapx.graph.capture import capture
 from hapx.graph.capture_conditions import Conditions, Seen, conditions, renew
 from hapx.graph.capture_inputs import Inputs, bind_inputs
 from hapx.graph.capture_refusals import refuse_lazy
+from hapx.graph.captures import Captures, first_rows
 from hapx.ir import FLOATING, Graph
 from hapx.plan import Plan, ProgramKey
 from hapx.progress import Watcher
-from hapx.restriction import Restriction
+from hapx.restriction import Restriction, restriction
 from hapx.runtime.data import ShareSampler
 from hapx.runtime.executor import Executor, share_out
 from hapx.runtime.handout import beside_the_loss
@@ -41,6 +41,7 @@ from hapx.runtime.local_inputs import LocalInputs
 from hapx.runtime.pipeline import Pipeline
 from hapx.runtime.results import rebuild
 from hapx.runtime.whole_gradients import watch
+from hapx.stages.numbers import numbers_of_micro_batches
 from hapx.theory.normalise import normalised
 from hapx.verify import verify
 
@@ -58,13 +59,17 @@ def plan(
     is none where operators mix the samples of a batch, since these would see one micro-batch at a time. `progress` is called with a
     `hapx.progress.Progress` now and then. Raises CaptureError, ClusterSpecError,
     InsufficientMemoryError and other HapErrors."""
-    from hapx.planner import plan_module  # the planner is not needed to run a plan
+    spec, rule = ClusterSpec.load(cluster), restriction(strategy)
+    pipelined = rule.max_stages > 1 and micro_batches == "auto" and spec.num_devices > 1
+    captures = Captures(module, example_inputs, loss_fn)
+    with captures.ahead(lambda batch: numbers_of_micro_batches(batch, spec) if pipelined else ()):
+        from hapx.planner import plan_module  # the planner is not needed to run a plan
 
-    return plan_module(
-        module, ClusterSpec.load(cluster), example_inputs,
-        loss_fn=loss_fn, strategy=strategy, optimizer=optimizer, precision=precision, remat=remat, micro_batches=micro_batches,
-        autocast=_autocast(), progress=progress,
-    )  # fmt: skip
+        return plan_module(
+            module, spec, example_inputs,
+            loss_fn=loss_fn, strategy=rule, optimizer=optimizer, precision=precision, remat=remat, micro_batches=micro_batches,
+            autocast=_autocast(), progress=progress, captures=captures,
+        )  # fmt: skip
 
 
 class HAP(nn.Module):

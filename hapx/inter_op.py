@@ -19,8 +19,8 @@ from typing import Any
 
 from hapx.alternation import Setting
 from hapx.climbing import climbed, faster, in_parts, is_short, is_tight, key_of
-from hapx.cluster.spec import ClusterSpec
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.graph.captures import SLOW
 from hapx.ir import Graph
 from hapx.plan import Plan
 from hapx.processes import Later, beside
@@ -33,6 +33,7 @@ from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, eager
 from hapx.stages.dp import solve
 from hapx.stages.interleaved import interleavings
+from hapx.stages.numbers import numbers_of_micro_batches, stages_at_most
 from hapx.stages.plain import pipeline_by_hand, plain_pipelines
 from hapx.stages.simulated import simulated
 from hapx.stages.space import space
@@ -52,16 +53,16 @@ CLOSE = 1.04  # those that take so many times as long as the best of them at mos
 LIKE = 2  # times the samples of a micro-batch: what was searched for one is carried over to the other
 MISSES = 2  # times that twice as many micro-batches may be no faster, where memory binds
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
-SLOW = 5  # times as long as it takes here: a copy that has not captured by then does not come to an end
 
 _Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
 Rival = Callable[[], Plan | None]
 Whole = Callable[[bool], Plan]  # of whether an error says what would help
 
 
-def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph], number: int | None) -> Plan:
-    """The faster one of a plan of one stage, made by `whole`, and the best pipeline. number: of micro-batches, if it is given. Raises what `whole`
-    raises where no pipeline fits either: only then is it asked to say what would help."""
+def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph], number: int | None, coming: Container[int] = ()) -> Plan:
+    """The faster one of a plan of one stage, made by `whole`, and the best pipeline. number: of micro-batches, if it is given. coming: numbers of
+    which `parts` has graphs soon without capturing them. Raises what `whole` raises where no pipeline fits either: only then is it asked to say what
+    would help."""
     scarce = lacks_memory(asked)
     numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster, scarce)
     # what is said of the one mesh of all devices cannot be said of stages
@@ -82,7 +83,7 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
                     told("planning stages", detail=detail)
 
                 try:
-                    found = pipelines(asked, parts, numbers, single, watch, more=number is None)
+                    found = pipelines(asked, parts, numbers, single, watch, more=number is None, coming=coming)
                 except HapError:
                     single()  # what they lack does not matter where none is needed
                     raise
@@ -183,29 +184,14 @@ def at_full_speed(asked: Setting) -> float:
     return float(node_flops(asked.graph).sum()) / speeds
 
 
-def numbers_of_micro_batches(batch: int, cluster: ClusterSpec, scarce: bool = False) -> tuple[int, ...]:
-    """Those that are tried: divisors of the batch near 4 and 2 times as many as there are machines (eight at least), or devices of
-    a single one; near 32 times where memory is scarce."""
-    unit = _unit(cluster)
-    divisors = [n for n in range(2, batch + 1) if batch % n == 0]
-    found: list[int] = []
-    for wanted in (32 * unit,) if scarce else (4 * unit, 2 * unit):
-        found += sorted((n for n in divisors if n not in found), key=lambda n: (abs(n - wanted), n))[:1]
-    return tuple(found)
-
-
-def _unit(cluster: ClusterSpec) -> int:
-    """Stages that a pipeline may have, roughly."""
-    return max(len(cluster.machines), 8) if len(cluster.machines) > 1 else cluster.num_devices
-
-
 def pipelines(
     asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], rival: Rival = lambda: None, watch: Callable[[str], None] = lambda _: None,
-    *, more: bool = True, one_stage: bool = True,
+    *, more: bool = True, one_stage: bool = True, coming: Container[int] = (),
 ) -> list[Plan]:  # fmt: skip
     """Plans of micro-batches, best first; none where the model or the cluster cannot be cut, or nothing fits. rival: gives a plan that they are to
     be faster than, once it is needed. more: the best one is also tried with more micro-batches than these numbers. one_stage: one stage on all
-    devices that accumulates gradients over micro-batches is a candidate; it takes less memory than the rival, and is no faster otherwise."""
+    devices that accumulates gradients over micro-batches is a candidate; it takes less memory than the rival, and is no faster otherwise. coming: see
+    `plan_with_stages`."""
     if asked.cluster.num_devices < 2 and not one_stage:
         return []
     # what is asked only has to rank: stages that are chosen are planned once more without these limits
@@ -240,7 +226,7 @@ def pipelines(
     plans: list[Made] = []
     todo = list(numbers)
     while todo and not plans:
-        with captured.beforehand(todo[1:]):
+        with captured.beforehand([n for n in todo[1:] if n not in coming]):
             for number in todo:
                 another(number)
         if not askers:
@@ -251,7 +237,7 @@ def pipelines(
     plans.sort(key=lambda m: m.plan.iteration_time)
     missed, gained = 0, 0.0
     while more and plans and missed < MISSES and is_short(plans[0]):  # smaller ones leave room for quicker programs
-        number, most = 2 * max(a.asked.repeats for a in askers), MANY * _unit(asked.cluster) * (2 if gained > GAINED else 1)
+        number, most = 2 * max(a.asked.repeats for a in askers), MANY * stages_at_most(asked.cluster) * (2 if gained > GAINED else 1)
         if asked.graph.batch % number or number > most or (asker := another(number, afresh=True)) is None:
             break
         before = plans[0].plan.iteration_time

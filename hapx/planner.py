@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hapx.advice import advised, first_rows
+from hapx.advice import advised
 from hapx.alternation import Alternation, Counters, Setting
 from hapx.balancer.borders import WORTH, Freed, free_borders
 from hapx.balancer.rounding import per_device
@@ -44,6 +45,8 @@ from hapx.theory.triple import Theory
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from hapx.graph.captures import Captures
 
 # several axes inside of one machine, whose links are all alike, must be faster by this part: their many small collectives cost more than is priced
 SIMPLER = 0.02
@@ -318,18 +321,20 @@ def fits_somehow(setting: Setting) -> InsufficientMemoryError | None:
 def plan_module(
     module: nn.Module, cluster: ClusterSpec, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None, strategy: str | Restriction = "auto",
     optimizer: str = "adamw", precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto", autocast: str | None = None,
-    progress: Watcher | None = None,
+    progress: Watcher | None = None, captures: Captures | None = None,
 ) -> Plan:  # fmt: skip
     """Captures a module and plans it: as one program on all devices, and, where the strategy allows several stages, as a pipeline. micro_batches: of
     a pipeline; 1: no pipeline; "auto": as many as suit, and no pipeline where an operator mixes the samples of a batch (batch norm, a contrastive
-    loss), since that would train differently. Never reads or changes the module's values."""
+    loss), since that would train differently. captures: of the same module, where some were begun before. Never reads or changes the
+    module's values."""
     if micro_batches != "auto" and (not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1):
         raise HapError(f"micro_batches={micro_batches!r}", where="plan", allowed='"auto", or a number that divides the batch')
     rule = with_remat(restriction(strategy), remat)  # wrong names are reported before the long part
-    from hapx.graph.capture import capture  # torch is needed only to capture
+    from hapx.graph.captures import Captures  # torch is needed only to capture
 
+    captures = captures or Captures(module, example_inputs, loss_fn)
     began = time.perf_counter()
-    graph = capture(module, example_inputs, loss_fn=loss_fn)
+    graph = captures.whole()
     captured = time.perf_counter() - began
     graph = discover(graph)  # here, as it may run kernels: torch's threads do not survive in the copy of the process that may plan this
     if isinstance(micro_batches, int) and graph.batch % micro_batches:
@@ -337,13 +342,13 @@ def plan_module(
 
     def part(number: int) -> Graph:
         try:
-            own = capture(module, first_rows(example_inputs, graph.batch, graph.batch // number), loss_fn=loss_fn)
+            own = captures.part(graph.batch, number)
         except CaptureError as error:
             raise _without_parts(error, graph.batch, number, asked_for=micro_batches != "auto") from error
         return _exact(normalised(own, graph)) if micro_batches == "auto" else normalised(own, graph)
 
     def smaller(setting: Setting) -> Iterator[str]:
-        return _smaller_batch(setting, example_inputs, lambda inputs: capture(module, inputs, loss_fn=loss_fn))
+        return _smaller_batch(setting, partial(captures.smaller, graph.batch))
 
     def whole(advise: bool = True) -> Plan:
         return plan_graphs(
@@ -357,7 +362,8 @@ def plan_module(
     from hapx.inter_op import plan_with_stages
 
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
-    return with_fewer(asked, plan_with_stages(asked, whole, part, micro_batches if isinstance(micro_batches, int) else None))
+    number = micro_batches if isinstance(micro_batches, int) else None
+    return with_fewer(asked, plan_with_stages(asked, whole, part, number, captures.coming))
 
 
 def _without_parts(error: CaptureError, batch: int, number: int, *, asked_for: bool) -> HapError:
@@ -378,14 +384,14 @@ def _exact(graph: Graph) -> Graph:
     return graph
 
 
-def _smaller_batch(setting: Setting, example_inputs: Any, captured: Callable[[Any], Graph]) -> Iterator[str]:
-    """The largest of a half, a quarter and an eighth of the batch that can be planned, if any can."""
+def _smaller_batch(setting: Setting, captured: Callable[[int], Graph]) -> Iterator[str]:
+    """The largest of a half, a quarter and an eighth of the batch that can be planned, if any can. captured: the graph of so many rows of it."""
     whole = setting.graph.batch
     for batch in dict.fromkeys((whole // 2, whole // 4, whole // 8)):
         if batch < 1:
             return
         try:
-            graph = captured(first_rows(example_inputs, whole, batch))
+            graph = captured(batch)
         except HapError:  # a model that wants this very batch
             return
         if fits_somehow(replace(setting, graph=discover(graph), key=key_of(graph, setting.key.autocast))) is None:

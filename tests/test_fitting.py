@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hapx.advice import first_rows
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.memory import RESERVE
 from hapx.errors import InsufficientMemoryError
+from hapx.graph.captures import first_rows
 from hapx.ir import Graph
 from hapx.plan import Plan
 from hapx.planner import plan_graphs, plan_module

@@ -17,12 +17,13 @@ from hapx import inter_op, processes
 from hapx.alternation import Setting
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture import capture
-from hapx.inter_op import at_full_speed, numbers_of_micro_batches, pipelines
+from hapx.inter_op import at_full_speed, pipelines
 from hapx.parts import crossing
 from hapx.planner import key_of
 from hapx.restriction import AUTO
 from hapx.stage_prices import _round
 from hapx.stages.costs import ONE_F_ONE_B
+from hapx.stages.numbers import numbers_of_micro_batches
 from hapx.stages.plain import pipeline_by_hand
 from hapx.stages.submeshes import ordered, shape_of
 from hapx.states import Sharded

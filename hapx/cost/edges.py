@@ -21,7 +21,7 @@ from hapx.cost.network import SCALAR_BYTES
 from hapx.cost.terms import Shares
 from hapx.ir import TensorRef
 from hapx.plan import Communication, Form
-from hapx.states import REPLICATED, Placement, Sharded, is_recut
+from hapx.states import REPLICATED, Placement, Sharded, State, is_recut
 
 if TYPE_CHECKING:
     from hapx.cost.model import CostModel, StepCost
@@ -105,8 +105,9 @@ class EdgePrices:
         self.forms = [f for f in FORMS if f.value in forms] or [Form.PADDED]
         self._fractions: dict[Placement, int] = {}
         self._seen: dict[int, tuple[int, tuple[bool, ...]]] = {}  # see `_look`
+        self._sorts: dict[tuple[Any, ...], int] = {}
+        self._sorted: dict[int, int] = {}
         self._flagged: dict[str, tuple[int, tuple[Any, ...]]] = {}
-        self._carried: dict[Any, tuple[Sequence[tuple[str, str]], tuple[tuple[Copies, ...], ...]]] = {}  # see `_carried_out`
         known: dict[tuple[Any, ...], int | None] = {}  # by what edges with one `Run` have in common, its number
         wholes: dict[tuple[int, int], int] = {}
         runs: list[Run] = []
@@ -125,8 +126,7 @@ class EdgePrices:
             flag, _ = self._flags(ref)
             (first, _), (last, replicated) = self._look(before), self._look(after)
             for free in variants:
-                # placements are the theory's own objects, held by the edges
-                key = axis, id(source), id(target), replicated, free, flag
+                key = axis, self._sort(source), self._sort(target), replicated, free, flag
                 which = known.get(key, -1)
                 if which == -1:
                     run = self._run(edge, free)
@@ -159,6 +159,13 @@ class EdgePrices:
     def _fraction(self, placement: Placement) -> int:
         return self._fractions.setdefault(placement, len(self._fractions))
 
+    def _sort(self, state: State) -> int:
+        """The number of a state's sort; states are those of the theory's own placements, held by the edges."""
+        found = self._sorted.get(id(state))
+        if found is None:
+            found = self._sorted[id(state)] = self._sorts.setdefault(sort(state), len(self._sorts))
+        return found
+
     def _look(self, placement: Placement) -> tuple[int, tuple[bool, ...]]:
         """The number of a placement's fraction, and whether it is Replicated, per axis."""
         found = self._seen.get(id(placement))
@@ -179,7 +186,7 @@ class EdgePrices:
         """None where nothing moves."""
         ref, axis, before, after, _ = edge
         source, target = before.states[axis], after.states[axis]
-        runs, passes = self._carried_out(edge, free)
+        runs = self.costs.collectives(ref, source, target, free)
         if not runs or self.costs.links[axis].size == 1:
             return None
         synchronises, name = runs[0][0] == "synchronise", runs[0][1]
@@ -194,19 +201,8 @@ class EdgePrices:
         ahead = float(sum(direction == "forward" for direction, _ in runs))
         cuts = synchronises or self.costs.links[axis].cuts
         sharers = self.costs.sharers(axis, after) if synchronises else 0
+        passes = tuple([self.costs.copies(ref, axis, before, after, form, free) for form in self.forms])
         return Run(axis, name, first, second, *copied(source, target), sharers, ahead, len(runs) - ahead, cuts, even, passes)
-
-    def _carried_out(self, edge: Edge, free: bool) -> tuple[Sequence[tuple[str, str]], tuple[tuple[Copies, ...], ...]]:
-        """Collectives of an edge, and what is copied around them in every form. Of the other axes these see only whether one is whole, and of this
-        one the sorts of its states."""
-        ref, axis, before, after, _ = edge
-        source, target = before.states[axis], after.states[axis]
-        shared = any(whole for a, whole in enumerate(self._look(after)[1]) if a != axis)
-        key = sort(source), sort(target), free, shared, self._flags(ref)[1]
-        if key not in self._carried:
-            copies = tuple(self.costs.copies(ref, axis, before, after, form, free) for form in self.forms)
-            self._carried[key] = self.costs.collectives(ref, source, target, free), copies
-        return self._carried[key]
 
     def _part(self, rows: Numbers, runs: Sequence[Run], refs: Sequence[TensorRef]) -> Part:
         """rows: edge, run, tensor; fractions before, after, whole."""

@@ -206,7 +206,6 @@ class _Assembler:
         nodes = tuple(n for n, keep in zip(normal.nodes, live, strict=True) if keep)
         marks = [m for m, keep in zip(normal.marks, live, strict=True) if keep]
         refs = self._refs(nodes, outputs)
-        first = next((t for t in self.inputs.tensors if t.dim() > 0), None)
         graph = Graph(
             refs=refs,
             nodes=nodes,
@@ -216,7 +215,7 @@ class _Assembler:
             segment_of=(0,) * len(nodes),
             block_of=find_blocks(nodes, refs),
             input_names=self.input_names,
-            batch=int(first.shape[0]) if first is not None else 1,
+            batch=self.inputs.batch,
             mode="train" if self.training else "eval",
             constants={k: v for k, v in self.constants.items() if k in refs},
             hash="",

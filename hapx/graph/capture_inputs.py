@@ -29,6 +29,12 @@ class Inputs:
     names: tuple[str, ...]
     tensors: tuple[Tensor, ...]
 
+    @property
+    def batch(self) -> int:
+        """Size of the batch: the first dim of the first tensor that has dims, else 1."""
+        first = next((t for t in self.tensors if t.dim() > 0), None)
+        return int(first.shape[0]) if first is not None else 1
+
     def call(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with `tensors` in their places."""
         return _fill(self.args, tensors), {k: _fill(v, tensors) for k, v in self.kwargs.items()}
