@@ -1,7 +1,8 @@
 """The price of many communications at once, for bounds.
 
-In: *edges*: a tensor, one axis, the placements before and after. Out: at given shares and weights over device kinds, weighted seconds of each. What
-does not depend on shares (which collective runs, on how many bytes) is laid out in arrays once; at given shares a few array operations price all.
+In: *edges*: a tensor, one axis, the placements before and after; those of one tensor along one axis are a *bundle*. Out: at given shares and weights
+over device kinds, weighted seconds of each. What does not depend on shares (which collective runs, on how many bytes) is laid out in arrays once; at
+given shares a few array operations price all.
 
 A weighted price replaces the maximum over kinds by a weighted sum, but for what synchronises all kinds whatever is pending, which stays a maximum.
 Invariant: the price of an edge is that of the cheapest allowed form and variant, as `CostModel.conversion` prices each.
@@ -9,8 +10,9 @@ Invariant: the price of an edge is that of the cheapest allowed form and variant
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,13 +36,29 @@ FORMS = (Form.PADDED, Form.GROUPED, Form.POINT_TO_POINT)
 
 
 class Edge(NamedTuple):
-    """A tensor whose placements `before` and `after` differ on `axis` only. free: the variants that are allowed (see `Communication.free`)."""
+    """A tensor whose placements `before` and `after` differ on `axis` only."""
 
     ref: TensorRef
     axis: int
     before: Placement
     after: Placement
-    free: tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """Edges of a tensor along an axis. placements: those before and after are `sources` and `targets` among them. kept, freed: whether the variant is
+    allowed that keeps what it gathers, or frees it (see `Communication.free`)."""
+
+    ref: TensorRef
+    axis: int
+    placements: Sequence[Placement]
+    sources: Numbers
+    targets: Numbers
+    kept: Mask
+    freed: Mask
+
+    def __len__(self) -> int:
+        return len(self.sources)
 
 
 class Run(NamedTuple):
@@ -97,52 +115,78 @@ class Moved(NamedTuple):
     copied: tuple[tuple[float, ...], tuple[float, ...]]
 
 
-class EdgePrices:
-    """Prices of `edges` by a cost model. forms: those that are allowed."""
+class _Along:
+    """All edges of bundles along one axis, in their order. Per edge: its number among the edges of all axes, the place of its tensor in `refs`, those
+    of the placements before and after in `placements`, whether it may be kept and freed."""
 
-    def __init__(self, costs: CostModel, edges: Sequence[Edge], forms: frozenset[str]):
-        self.costs, self.count = costs, len(edges)
+    def __init__(self, axis: int, bundles: Sequence[Bundle]):
+        ends = np.cumsum([0, *map(len, bundles)])
+        chosen = [(bundle, first) for bundle, first in zip(bundles, ends.tolist(), strict=False) if bundle.axis == axis and len(bundle)]
+        lengths = [len(bundle) for bundle, _ in chosen]
+        self.axis, self.refs = axis, [bundle.ref for bundle, _ in chosen]
+        self.tensor = np.repeat(np.arange(len(chosen)), lengths)
+        self.numbers = np.arange(len(self.tensor)) + np.repeat([first for _, first in chosen] - np.cumsum([0, *lengths])[:-1], lengths)
+        # placements are the theory's own objects, held by the bundles
+        unique = {id(p): p for placements in {id(b.placements): b.placements for b, _ in chosen}.values() for p in placements}
+        place = {key: k for k, key in enumerate(unique)}
+        of = {id(b.placements): np.array([place[id(p)] for p in b.placements]) for b in {id(b.placements): b for b, _ in chosen}.values()}
+        self.placements = list(unique.values())
+        self.sources = np.concatenate([of[id(b.placements)][b.sources] for b, _ in chosen])
+        self.targets = np.concatenate([of[id(b.placements)][b.targets] for b, _ in chosen])
+        self.allowed = tuple(np.concatenate([own(b) for b, _ in chosen]) for own in (attrgetter("kept"), attrgetter("freed")))
+
+    def edge(self, k: int) -> Edge:
+        before, after = self.placements[self.sources[k]], self.placements[self.targets[k]]
+        return Edge(self.refs[self.tensor[k]], self.axis, before, after)
+
+
+class EdgePrices:
+    """Prices by a cost model of all edges of `bundles`, numbered in their order. forms: those that are allowed."""
+
+    def __init__(self, costs: CostModel, bundles: Sequence[Bundle], forms: frozenset[str]):
+        self.costs, self.count = costs, sum(map(len, bundles))
         self.forms = [f for f in FORMS if f.value in forms] or [Form.PADDED]
         self._fractions: dict[Placement, int] = {}
-        self._seen: dict[int, tuple[int, tuple[bool, ...]]] = {}  # see `_look`
-        self._sorts: dict[tuple[Any, ...], int] = {}
-        self._sorted: dict[int, int] = {}
-        self._flagged: dict[str, tuple[int, tuple[Any, ...]]] = {}
-        known: dict[tuple[Any, ...], int | None] = {}  # by what edges with one `Run` have in common, its number
-        wholes: dict[tuple[int, int], int] = {}
-        runs: list[Run] = []
-        refs: dict[str, tuple[int, TensorRef]] = {}
-        rows: dict[tuple[int, str], list[tuple[int, ...]]] = {}
-        self.rows: dict[tuple[int, bool], tuple[int, int]] = {}  # (edge, whether what is gathered is freed) -> its part, and its row there
-        parts: dict[tuple[int, str], int] = {}
         # what is cut again moves by the difference of two shares: such edges are few, each is priced by its own terms
         self.recuts: dict[int, StepCost] = {}
-        for number, edge in enumerate(edges):
-            ref, axis, before, after, variants = edge
-            source, target = before.states[axis], after.states[axis]
-            if isinstance(source, Sharded) and is_recut(source, target):
-                self.recuts[number] = self._recut(edge)
-                continue
-            flag, _ = self._flags(ref)
-            (first, _), (last, replicated) = self._look(before), self._look(after)
-            for free in variants:
-                key = axis, self._sort(source), self._sort(target), replicated, free, flag
-                which = known.get(key, -1)
-                if which == -1:
-                    run = self._run(edge, free)
-                    which = known[key] = len(runs) if run is not None else None
-                    runs += [run] if run is not None else []
-                if which is None:
-                    continue
-                whole = wholes.get((axis, id(after)))
-                if whole is None:
-                    whole = wholes[axis, id(after)] = self._fraction(after.gathered((axis,)))
-                part = axis, runs[which].collective
-                own = rows.setdefault(part, [])
-                self.rows[number, free] = parts.setdefault(part, len(parts)), len(own)
-                own.append((number, which, refs.setdefault(ref.name, (len(refs), ref))[0], first, last, whole))
-        self.parts = [self._part(np.array(found), runs, [ref for _, ref in refs.values()]) for found in rows.values()]
+        self.parts: list[Part] = []
+        places = np.full((2, self.count, 2), -1)
+        for axis in sorted({bundle.axis for bundle in bundles if len(bundle)}):
+            self._lay_out(_Along(axis, bundles), places)
+        # kept and freed: of every edge its part and its row there (-1: nothing moves, or it is a re-cut)
+        self.rows: list[list[list[int]]] = places.tolist()
         self._affine(list(self._fractions))
+
+    def _lay_out(self, edges: _Along, places: Numbers) -> None:
+        """The parts of an axis. places: gets where their edges are."""
+        every, axis, sources, targets = edges.placements, edges.axis, edges.sources, edges.targets
+        states = [p.states[axis] for p in every]
+        again = _cut_again(states, sources, targets)
+        self.recuts |= {int(edges.numbers[k]): self._recut(edges.edge(k)) for k in np.flatnonzero(again).tolist()}
+        # what edges with one `Run` have in common
+        sorts, whole_on, flags = _coded(map(sort, states)), _coded(_replicated(p) for p in every), _coded(map(self._flags, edges.refs))
+        alike = _mixed(sorts[sources], sorts[targets], whole_on[targets], flags[edges.tensor])
+        fractions, gathered = np.array([self._fraction(p) for p in every]), np.zeros(len(every), dtype=np.int64)
+        reached = np.unique(targets)
+        gathered[reached] = [self._fraction(every[p].gathered((axis,))) for p in reached.tolist()]
+        rows = np.stack([edges.numbers, np.zeros_like(targets), edges.tensor, fractions[sources], fractions[targets], gathered[targets]], axis=1)
+        runs: list[Run] = []
+        found: dict[str, list[tuple[int, Numbers]]] = {}  # by collective
+        for free, allowed in enumerate(edges.allowed):
+            chosen = np.flatnonzero(allowed & ~again)
+            _, one, which = np.unique(alike[chosen], return_index=True, return_inverse=True)
+            made = [self._run(edges.edge(k), bool(free)) for k in chosen[one].tolist()]
+            numbers = np.cumsum([run is not None for run in made]) + len(runs) - 1
+            runs += [run for run in made if run is not None]
+            rows[chosen, 1] = numbers[which]
+            for name in dict.fromkeys(run.collective for run in made if run is not None):
+                own = np.array([run is not None and run.collective == name for run in made])[which]
+                found.setdefault(name, []).append((free, rows[chosen[own]]))
+        for pieces in found.values():
+            ways = np.repeat([free for free, _ in pieces], [len(own) for _, own in pieces])
+            part = np.concatenate([own for _, own in pieces])
+            places[ways, part[:, 0]] = np.stack([np.full(len(part), len(self.parts)), np.arange(len(part))], axis=1)
+            self.parts.append(self._part(part, runs, edges.refs))
 
     def at(self, shares: Shares, exposed: float = 1.0) -> EdgesPriced:
         """At the given shares. exposed: how much of the sums of gradients counts."""
@@ -159,32 +203,13 @@ class EdgePrices:
     def _fraction(self, placement: Placement) -> int:
         return self._fractions.setdefault(placement, len(self._fractions))
 
-    def _sort(self, state: State) -> int:
-        """The number of a state's sort; states are those of the theory's own placements, held by the edges."""
-        found = self._sorted.get(id(state))
-        if found is None:
-            found = self._sorted[id(state)] = self._sorts.setdefault(sort(state), len(self._sorts))
-        return found
-
-    def _look(self, placement: Placement) -> tuple[int, tuple[bool, ...]]:
-        """The number of a placement's fraction, and whether it is Replicated, per axis."""
-        found = self._seen.get(id(placement))
-        if found is None:
-            found = self._seen[id(placement)] = self._fraction(placement), tuple([s == REPLICATED for s in placement.states])
-        return found
-
-    def _flags(self, ref: TensorRef) -> tuple[int, tuple[Any, ...]]:
-        """What of a tensor, beside its size, its communication depends on, with its number."""
-        found = self._flagged.get(ref.name)
-        if found is None:
-            flags = ref.kind, ref.requires_grad, ref.bytes <= SCALAR_BYTES, self.costs.computed_again(ref)
-            equal = next((number for number, own in self._flagged.values() if own == flags), len(self._flagged))
-            found = self._flagged[ref.name] = equal, flags
-        return found
+    def _flags(self, ref: TensorRef) -> tuple[Any, ...]:
+        """What of a tensor, beside its size, its communication depends on."""
+        return ref.kind, ref.requires_grad, ref.bytes <= SCALAR_BYTES, self.costs.computed_again(ref)
 
     def _run(self, edge: Edge, free: bool) -> Run | None:
         """None where nothing moves."""
-        ref, axis, before, after, _ = edge
+        ref, axis, before, after = edge
         source, target = before.states[axis], after.states[axis]
         runs = self.costs.collectives(ref, source, target, free)
         if not runs or self.costs.links[axis].size == 1:
@@ -241,14 +266,14 @@ class EdgesPriced:
 
     def moved(self, number: int, form: Form, free: bool) -> Moved | None:
         """What an edge does in a form, freed or not; None where it is to be priced by its terms, because nothing moves or it is cut again."""
-        at = self.prices.rows.get((number, free))
-        if at is None:
+        place, row = self.prices.rows[free][number]
+        if place < 0:
             return None
-        part, row = self.prices.parts[at[0]], at[1]
-        which = self.prices.forms.index(form) if len(self.values[at[0]]) > 1 and form in self.prices.forms else 0
-        ahead, back = (tuple(own[row].tolist()) for own in self.copies[at[0]][which])
+        part = self.prices.parts[place]
+        which = self.prices.forms.index(form) if len(self.values[place]) > 1 and form in self.prices.forms else 0
+        ahead, back = (tuple(own[row].tolist()) for own in self.copies[place][which])
         links, times = self.prices.costs.links[part.axis], (int(part.forward[row]), int(part.backward[row]))
-        return Moved(tuple(self.values[at[0]][which][row].tolist()), *times, bool(part.sums[row]), links.cuts, (ahead, back))
+        return Moved(tuple(self.values[place][which][row].tolist()), *times, bool(part.sums[row]), links.cuts, (ahead, back))
 
     def weighted(self, forward: Array, backward: Array) -> Array:
         """(edge, weights) -> weighted seconds; the weights of what runs forward, and backward: weights x kinds."""
@@ -292,3 +317,31 @@ class EdgesPriced:
 
         forms = range(len(self.prices.forms) if part.collective == "all_gather" else 1)
         return [(seconds(part.copied[:, form, 0]), seconds(part.copied[:, form, 1])) for form in forms]
+
+
+def _cut_again(states: Sequence[State], sources: Numbers, targets: Numbers) -> Mask:
+    """Which edges are re-cuts. states: of their placements."""
+    shards = np.array([isinstance(s, Sharded) for s in states])
+    found: Mask = shards[sources] & shards[targets]
+    pairs = zip(sources[found].tolist(), targets[found].tolist(), strict=True)
+    found[found] = np.array([is_recut(states[p], states[q]) for p, q in pairs], dtype=bool)
+    return found
+
+
+def _replicated(placement: Placement) -> tuple[bool, ...]:
+    """On which axes a placement is whole."""
+    return tuple([s == REPLICATED for s in placement.states])
+
+
+def _coded(values: Iterable[Any]) -> Numbers:
+    """Numbers, equal for equal values."""
+    known: dict[Any, int] = {}
+    return np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int64)
+
+
+def _mixed(*columns: Numbers) -> Numbers:
+    """One number per row, equal for equal rows."""
+    mixed = columns[0]
+    for column in columns[1:]:
+        mixed = mixed * (int(column.max(initial=0)) + 1) + column
+    return mixed

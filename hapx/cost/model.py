@@ -25,7 +25,7 @@ from hapx.cluster.spec import PRECISIONS, ClusterSpec
 from hapx.cost import memory
 from hapx.cost.compute import Work, hidden, lies, work
 from hapx.cost.copies import BUCKET, ENTERED, NO_COPIES, Copies, copied, copies, operations, strided
-from hapx.cost.edges import Edge, EdgePrices
+from hapx.cost.edges import Bundle, EdgePrices
 from hapx.cost.memory import UPDATE_PASSES
 from hapx.cost.network import SCALAR_BYTES, AxisLinks, Network
 from hapx.cost.recut import moved
@@ -430,9 +430,9 @@ class CostModel:
             found.append(("synchronise" if synchronises else "backward", _PRICED_AS.get(backward, backward)))
         return found
 
-    def edge_prices(self, edges: Sequence[Edge], forms: frozenset[str]) -> EdgePrices:
-        """All of them, to be priced at once."""
-        return EdgePrices(self, edges, forms)
+    def edge_prices(self, bundles: Sequence[Bundle], forms: frozenset[str]) -> EdgePrices:
+        """All edges of them, to be priced at once."""
+        return EdgePrices(self, bundles, forms)
 
     def _collective(self, name: str, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> Term | None:
         links, whole = self.links[step.axis], self._part(after.gathered((step.axis,)), float(ref.bytes))

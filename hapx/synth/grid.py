@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from hapx.cost.edges import Array, Edge, Mask, Numbers
+from hapx.cost.edges import Array, Bundle, Mask, Numbers
 from hapx.states import Placement
 from hapx.synth.problem import Problem
 from hapx.synth.tables import StepTerms, TensorTable, Values
@@ -43,45 +43,58 @@ class Grid:
     def __init__(self, problem: Problem):
         self.problem = problem
         tables = list({id(t): t for t in problem.tables.values()}.values())
-        edges: list[Edge] = []
-        self.paths = {id(table): self._paths(table, edges) for table in tables}
-        self.edges = problem.costs.edge_prices(edges, problem.restriction.forms)
+        bundles: list[Bundle] = []
+        self.count = 0  # of edges in `bundles`
+        self.paths = {id(table): self._paths(table, bundles) for table in tables}
+        self.edges = problem.costs.edge_prices(bundles, problem.restriction.forms)
         self.number: dict[tuple[int, int, int], int] = {}  # of the edge between two placements of a table, by its id
         for key, paths in self.paths.items():
             for along in paths.edges:
                 self.number |= {(key, p, q): n for p, q, n in np.transpose(along).tolist()}
 
-    def _paths(self, table: TensorTable, every: list[Edge]) -> Paths:
+    def _paths(self, table: TensorTable, every: list[Bundle]) -> Paths:
         reach, size, n = table.reach, len(table.codes), len(table.placements)
         steps = np.full((len(reach.states), size + 1, size + 1), NONE)  # the last: there is none
         steps[:, range(size), range(size)] = STAYS
-        edges = []
-        for axis, pairs in enumerate(reach.along):
+        edges, codes = [], np.array(table.codes)
+        for axis, (sources, targets) in enumerate(reach.along):
             variants = [[table.variants(axis, s, t) for t in reach.states[axis]] for s in reach.states[axis]]  # by codes
-            found = []
-            for p, q in pairs:
-                if own := variants[table.codes[p][axis]][table.codes[q][axis]]:
-                    found.append((p, q, len(every)))
-                    every.append(Edge(table.ref, axis, table.all_placements[p], table.all_placements[q], own))
-            sources, targets, numbers = np.array(found, dtype=np.int64).reshape(-1, 3).T
-            edges.append((sources, targets, numbers))
-            steps[axis, sources, targets] = numbers
+            kept, freed = (np.array([[free in own for own in of_source] for of_source in variants]) for free in (False, True))
+            between = codes[sources, axis], codes[targets, axis]
+            there = kept[between] | freed[between]
+            bundle = Bundle(table.ref, axis, table.all_placements, sources[there], targets[there], kept[between][there], freed[between][there])
+            numbers = self._take(bundle, every)
+            edges.append((bundle.sources, bundle.targets, numbers))
+            steps[axis, bundle.sources, bundle.targets] = numbers
         if len(steps) == 1:  # nothing lies between
             return Paths(tuple(edges), steps[:, :n, :n].reshape(1, 1, -1), np.zeros((5, 0), dtype=np.int64))
         orders = np.array([[steps[axis, at, after].ravel() for axis, at, after in order] for order in reach.orders])
         return Paths(tuple(edges), orders, self._shared(table, every))
 
-    def _shared(self, table: TensorTable, every: list[Edge]) -> Numbers:
-        numbers: dict[tuple[Placement, Placement], int] = {}
+    def _take(self, bundle: Bundle, every: list[Bundle]) -> Numbers:
+        """The numbers of the edges of one more bundle."""
+        every.append(bundle)
+        self.count += len(bundle)
+        return np.arange(self.count - len(bundle), self.count)
+
+    def _shared(self, table: TensorTable, every: list[Bundle]) -> Numbers:
+        placements: dict[Placement, int] = {}
+        numbers: dict[tuple[int, int, int], int] = {}  # of (axis, placement before, after)
         found = []
+        axes = (INNER, OUTER, INNER)
+        for passed in table.all_passed.values():
+            at = [placements.setdefault(p, len(placements)) for p in passed]
+            for step in zip(axes, at, at[1:], strict=False):
+                numbers.setdefault(step, -1)
+        for axis in (INNER, OUTER):
+            steps = [step for step in numbers if step[0] == axis]
+            sources, targets = (np.array([step[k] for step in steps], dtype=np.int64) for k in (1, 2))
+            keeps = np.ones(len(steps), dtype=bool)
+            taken = self._take(Bundle(table.ref, axis, tuple(placements), sources, targets, keeps, ~keeps), every)
+            numbers |= dict(zip(steps, taken.tolist(), strict=True))
         for (p, q), passed in table.all_passed.items():
-            own = []
-            for axis, before, after in zip((INNER, OUTER, INNER), passed, passed[1:], strict=False):
-                number = numbers.setdefault((before, after), len(every))
-                if number == len(every):
-                    every.append(Edge(table.ref, axis, before, after, (False,)))
-                own.append(number)
-            found.append((p, q, *own))
+            at = [placements[own] for own in passed]
+            found.append((p, q, *(numbers[step] for step in zip(axes, at, at[1:], strict=False))))
         return np.array(found, dtype=np.int64).reshape(-1, 5).T
 
 

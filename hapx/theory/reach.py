@@ -66,9 +66,10 @@ class Reach:
         return self._closure[source]
 
     @cached_property
-    def along(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per axis, the pairs of all placements between which one communication along it leads."""
-        return tuple(tuple(self._neighbours(axis)) for axis in self._axes)
+    def along(self) -> tuple[tuple[Numbers, Numbers], ...]:
+        """Per axis, sources and targets of all pairs of placements between which one communication along it leads."""
+        pairs = (np.array(list(self._neighbours(axis)), dtype=np.int64).reshape(-1, 2) for axis in self._axes)
+        return tuple((own[:, 0], own[:, 1]) for own in pairs)
 
     def _neighbours(self, axis: int) -> Iterator[tuple[int, int]]:
         groups: dict[tuple[int, ...], list[int]] = {}

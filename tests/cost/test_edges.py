@@ -10,7 +10,7 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
-from hapx.cost.edges import Edge, Moved
+from hapx.cost.edges import Bundle, Moved
 from hapx.cost.model import CostModel, StepCost
 from hapx.ir import Kind, TensorRef
 from hapx.layout import compatible
@@ -19,6 +19,7 @@ from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Placement, Sharded,
 from hapx.theory.conversion import direct_paths, may_change
 from support.clusters import TWO_MACHINES
 from support.theories import described, mlp
+from support.toy import edges_of
 
 FLAT = Mesh("flat", (Axis("devices", 4, "devices"),), (0, 1, 2, 3), 0)
 SQUARE = Mesh("2x2", (Axis("machines", 2, "machines"), Axis("devices", 2, "devices")), (0, 1, 2, 3), 0)
@@ -39,20 +40,22 @@ def every_placement(mesh: Mesh) -> list[Placement]:
 def test_the_price_of_an_edge_is_that_of_its_cheapest_form(mesh: Mesh, kind: Kind, mode: str, forms: tuple[str, ...]) -> None:
     costs = CostModel(described(mlp(), mesh), TWO_MACHINES, "fp32", "adamw", mode)  # type: ignore[arg-type]
     ref = TensorRef("t", (12, 7), "float32", kind, True)
-    edges = []
-    for before, after in permutations(every_placement(mesh), 2):
-        axes = [a for a, (s, t) in enumerate(zip(before.states, after.states, strict=True)) if s != t]
-        if len(axes) == 1 and may_change(ref, before, after, axes[0]):
-            edges.append(Edge(ref, axes[0], before, after, (False, True) if kind is Kind.PARAMETER and mode == "train" else (False,)))
+    free = (False, True) if kind is Kind.PARAMETER and mode == "train" else (False,)
+    every, bundles = every_placement(mesh), []
+    for axis in range(len(mesh.axes)):
+        pairs = [(i, j) for (i, p), (j, q) in permutations(enumerate(every), 2) if differ(p, q) == [axis] and may_change(ref, p, q, axis)]
+        sources, targets = np.array(pairs).T
+        bundles.append(Bundle(ref, axis, every, sources, targets, np.full(len(pairs), False in free), np.full(len(pairs), True in free)))
+    edges = [edge for bundle in bundles for edge, _ in edges_of(bundle)]
     cuts = {s.cut for e in edges for p in (e.before, e.after) for s in p.states if isinstance(s, Sharded) and s.cut.row.kind != "even"}
     shares = {cut: np.array([0.3 + 0.01 * i, 0.2 - 0.01 * i]) for i, cut in enumerate(sorted(cuts, key=str))}
     ways = {"forward": np.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]), "backward": np.array([[1.0, 0.0], [1.0, 0.0], [0.4, 0.6]])}
-    priced = costs.edge_prices(edges, frozenset(forms)).at(shares)
+    priced = costs.edge_prices(bundles, frozenset(forms)).at(shares)
     for number, (edge, price) in enumerate(zip(edges, priced.weighted(ways["forward"], ways["backward"]), strict=True)):
         found = []
-        for path, free in product(direct_paths(ref, mesh, edge.before, edge.after, frozenset(forms)), edge.free):
-            step = costs.conversion(ref, (replace(path[0], free=free),), edge.after)
-            assert_does(priced.moved(number, path[0].form, free), step, shares)
+        for path, frees in product(direct_paths(ref, mesh, edge.before, edge.after, frozenset(forms)), free):
+            step = costs.conversion(ref, (replace(path[0], free=frees),), edge.after)
+            assert_does(priced.moved(number, path[0].form, frees), step, shares)
             total = np.zeros(3)
             for way, term in (("forward", step.forward), ("backward", step.backward)):
                 total += ways[way] @ term.at(shares) if term is not None else 0.0
@@ -62,6 +65,11 @@ def test_the_price_of_an_edge_is_that_of_its_cheapest_form(mesh: Mesh, kind: Kin
             found.append(total)
         assert price == pytest.approx(np.min(found, axis=0), rel=1e-12), edge
     assert len(edges) > 15
+
+
+def differ(p: Placement, q: Placement) -> list[int]:
+    """The axes on which they do."""
+    return [a for a, (s, t) in enumerate(zip(p.states, q.states, strict=True)) if s != t]
 
 
 def assert_does(moved: Moved | None, step: StepCost, shares: Mapping[Cut, np.ndarray]) -> None:

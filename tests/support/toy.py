@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hapx.cost.edges import Edge
+from hapx.cost.edges import Bundle, Edge
 from hapx.cost.model import CommunicationCost, StepCost
 from hapx.cost.terms import Piece, Shares, Term
 from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef
@@ -93,8 +93,8 @@ class ToyCosts:
                 costs.append(CommunicationCost("backward", self.term(what + "again", 0.4, cuts), cutting))
         return StepCost(None, None, tuple(costs), kept)
 
-    def edge_prices(self, edges: Sequence[Edge], forms: frozenset[str]) -> ToyPrices:
-        return ToyPrices(self, edges, forms)
+    def edge_prices(self, bundles: Sequence[Bundle], forms: frozenset[str]) -> ToyPrices:
+        return ToyPrices(self, [edge for bundle in bundles for edge in edges_of(bundle)], forms)
 
     def held(self, ref: TensorRef, target: Placement) -> Term | None:
         """Only parameters are kept by conversions here."""
@@ -109,12 +109,19 @@ class ToyCosts:
         return Term(tuple(p.scaled([0.1] * len(self.kinds)) for p in self.storage(ref, placement).pieces))
 
 
+def edges_of(bundle: Bundle) -> Iterator[tuple[Edge, tuple[bool, ...]]]:
+    """Its edges, with the variants that are allowed."""
+    every = bundle.placements
+    for p, q, kept, freed in zip(bundle.sources.tolist(), bundle.targets.tolist(), bundle.kept, bundle.freed, strict=True):
+        yield Edge(bundle.ref, bundle.axis, every[p], every[q]), tuple(free for free, allowed in ((False, kept), (True, freed)) if allowed)
+
+
 @dataclass(frozen=True)
 class ToyPrices:
     """What `hapx.cost.edges.EdgePrices` does, one edge after another."""
 
     costs: ToyCosts
-    edges: Sequence[Edge]
+    edges: Sequence[tuple[Edge, tuple[bool, ...]]]
     forms: frozenset[str]
 
     def at(self, shares: Shares, exposed: float = 1.0) -> ToyPriced:
@@ -134,13 +141,13 @@ class ToyPriced:
 
     def weighted(self, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
         edges = self.prices.edges
-        return np.array([self._least(edge, forward, backward) for edge in edges]).reshape(len(edges), len(forward))
+        return np.array([self._least(edge, free, forward, backward) for edge, free in edges]).reshape(len(edges), len(forward))
 
-    def _least(self, edge: Edge, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    def _least(self, edge: Edge, variants: tuple[bool, ...], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
         costs_of, shares = self.prices.costs, self.shares
         steps = [path[0] for path in direct_paths(edge.ref, costs_of.mesh, edge.before, edge.after, self.prices.forms)]
         found = []
-        for step in (replace(c, free=free) for c in steps for free in edge.free):
+        for step in (replace(c, free=free) for c in steps for free in variants):
             costs = costs_of.conversion(edge.ref, (step,), edge.after).communication
             total = np.zeros(len(forward))
             for c in costs:
