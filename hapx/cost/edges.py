@@ -20,13 +20,14 @@ import numpy.typing as npt
 
 from hapx.cost.copies import AFTER, BEFORE, WHOLE, Copies, copied, sort
 from hapx.cost.network import SCALAR_BYTES
+from hapx.cost.table import TermTable
 from hapx.cost.terms import Shares
 from hapx.ir import TensorRef
 from hapx.plan import Communication, Form
 from hapx.states import REPLICATED, Placement, Sharded, State, is_recut
 
 if TYPE_CHECKING:
-    from hapx.cost.model import CostModel, StepCost
+    from hapx.cost.model import CostModel
 
 Array = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -147,14 +148,17 @@ class EdgePrices:
         self.costs, self.count = costs, sum(map(len, bundles))
         self.forms = [f for f in FORMS if f.value in forms] or [Form.PADDED]
         self._fractions: dict[Placement, int] = {}
-        # what is cut again moves by the difference of two shares: such edges are few, each is priced by its own terms
-        self.recuts: dict[int, StepCost] = {}
+        # what is cut again moves by the difference of two shares, so it is priced by its own terms: edge, term, whether all kinds wait for it, and
+        # whether it runs forward
+        self.terms = TermTable(len(costs.kinds))
+        self._recuts: list[tuple[int, int, bool, bool]] = []
         self.parts: list[Part] = []
         places = np.full((2, self.count, 2), -1)
         for axis in sorted({bundle.axis for bundle in bundles if len(bundle)}):
             self._lay_out(_Along(axis, bundles), places)
         # kept and freed: of every edge its part and its row there (-1: nothing moves, or it is a re-cut)
         self.rows: list[list[list[int]]] = places.tolist()
+        self.recuts = np.array(self._recuts, dtype=np.int64).reshape(-1, 4)
         self._affine(list(self._fractions))
 
     def _lay_out(self, edges: _Along, places: Numbers) -> None:
@@ -162,7 +166,8 @@ class EdgePrices:
         every, axis, sources, targets = edges.placements, edges.axis, edges.sources, edges.targets
         states = [p.states[axis] for p in every]
         again = _cut_again(states, sources, targets)
-        self.recuts |= {int(edges.numbers[k]): self._recut(edges.edge(k)) for k in np.flatnonzero(again).tolist()}
+        for k in np.flatnonzero(again).tolist():
+            self._recut(int(edges.numbers[k]), edges.edge(k))
         # what edges with one `Run` have in common
         sorts, whole_on, flags = _coded(map(sort, states)), _coded(_replicated(p) for p in every), _coded(map(self._flags, edges.refs))
         alike = _mixed(sorts[sources], sorts[targets], whole_on[targets], flags[edges.tensor])
@@ -195,10 +200,13 @@ class EdgePrices:
             at[i] = shares[cut]
         return EdgesPriced(self, shares, self._const + self._slope * at[self._cut], exposed)
 
-    def _recut(self, edge: Edge) -> StepCost:
+    def _recut(self, number: int, edge: Edge) -> None:
         source, target = edge.before.states[edge.axis], edge.after.states[edge.axis]
         step = Communication(edge.axis, source, target, Form.NONE, edge.ref.requires_grad)
-        return self.costs.conversion(edge.ref, (step,), edge.after)
+        cost = self.costs.conversion(edge.ref, (step,), edge.after)
+        self._recuts += [(number, self.terms.number(c.term), c.cuts, c.direction == "forward") for c in cost.communication]
+        copies = (cost.forward, True), (cost.backward, False)
+        self._recuts += [(number, self.terms.number(term), False, ahead) for term, ahead in copies if term is not None]
 
     def _fraction(self, placement: Placement) -> int:
         return self._fractions.setdefault(placement, len(self._fractions))
@@ -287,13 +295,10 @@ class EdgesPriced:
             best: Array = np.where(part.even[:, None], found[0], np.minimum.reduce(found))
             np.minimum.at(prices, part.edges, best)
         prices[np.isinf(prices)] = 0.0  # nothing moves
-        for number, step in self.prices.recuts.items():
-            for event in step.communication:
-                seconds, weights = event.term.at(self.shares), forward if event.direction == "forward" else backward
-                prices[number] += seconds.max() if event.cuts else weights @ seconds
-            for term, weights in ((step.forward, forward), (step.backward, backward)):
-                if term is not None:
-                    prices[number] += weights @ term.at(self.shares)
+        of_edge, terms, waited, forth = self.prices.recuts.T
+        seconds = self.prices.terms.values(self.shares)[terms]
+        alone = np.where(forth[:, None], seconds @ forward.T, seconds @ backward.T)
+        np.add.at(prices, of_edge, np.where(waited[:, None], seconds.max(axis=1, keepdims=True), alone))
         return prices
 
     def _values(self, part: Part) -> list[Array]:

@@ -91,13 +91,13 @@ class Moves:
         self._edges: dict[int, Effect] = {}
         self._ran: dict[int, Ran] = {}
         self._between: dict[tuple[int, int, int], tuple[tuple[Effect, Conversion], ...]] = {}
-        self._effects: dict[int, tuple[Effect, ...]] = {}
+        self._effects: dict[tuple[int, int], Effect] = {}
 
     def at(self, kind: StepClass, masks: tuple[int, ...], choice: int) -> tuple[Move, ...]:
         """The moves of one choice of a step whose slots have these masks, cheapest first."""
         key = id(kind), masks, choice
         if key not in self._moves:
-            self._moves[key] = undominated(self._of_choice(kind, masks, kind.choices[choice], self.effects(kind)[choice]), self.memory)
+            self._moves[key] = undominated(self._of_choice(kind, masks, kind.choices[choice], self.effect(kind, choice)), self.memory)
         return self._moves[key]
 
     def again(self, kind: StepClass, move: Move) -> Move:
@@ -106,14 +106,15 @@ class Moves:
         for use in move.uses:
             effect = compose(effect, self._effect(use.kept.step)) if use.kept is not None else effect
             effect = compose(effect, self._effect(use.conversion.step, self.exposed)) if use.conversion is not None else effect
-        last = self.effects(kind)[move.choice.index]
+        last = self.effect(kind, move.choice.index)
         return move._replace(effect=compose(effect, last) if effect is not self.nothing else last)
 
-    def effects(self, kind: StepClass) -> tuple[Effect, ...]:
-        """The effect of each choice, without conversions."""
-        if id(kind) not in self._effects:
-            self._effects[id(kind)] = tuple(self._effect(c.step) for c in kind.choices)
-        return self._effects[id(kind)]
+    def effect(self, kind: StepClass, choice: int) -> Effect:
+        """The effect of a choice, without conversions."""
+        key = id(kind), choice
+        if key not in self._effects:
+            self._effects[key] = self._effect(kind.choices[choice].step)
+        return self._effects[key]
 
     def _of_choice(self, kind: StepClass, masks: tuple[int, ...], choice: Choice, last: Effect) -> Iterator[Move]:
         made = 0
