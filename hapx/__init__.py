@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 _HOMES = MappingProxyType(
     {
         "HAP": "hapx.api",
-        "plan": "hapx.api",
+        "plan": "hapx.planning",
         "GradScaler": "hapx.runtime.scaler",
         "Plan": "hapx.plan",
         "ClusterSpec": "hapx.cluster.spec",
@@ -38,11 +38,12 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from hapx.api import HAP, plan
+    from hapx.api import HAP
     from hapx.cluster.spec import ClusterSpec
     from hapx.errors import CaptureError, ClusterSpecError, HapError, InsufficientMemoryError, LaunchError, PlanError, UnsupportedOperatorError
     from hapx.graph.capture_boundaries import mark_layer_boundary
     from hapx.plan import Plan
+    from hapx.planning import plan
     from hapx.restriction import Restriction
     from hapx.runtime.scaler import GradScaler
     from hapx.simulate import simulate

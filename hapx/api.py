@@ -1,7 +1,7 @@
-"""What users type: `plan` and `HAP`.
+"""What users type: `HAP`, and `plan` of `hapx.planning`.
 
-`plan` makes a Plan from a module and a cluster; `HAP` is the module as this rank runs it. Everything is done elsewhere: planning in
-`hapx.planner`, processes in `hapx.runtime.launch`, the local programs in `hapx.runtime.executor`.
+`HAP` is the module as this rank runs it. Everything is done elsewhere: planning in `hapx.planner`, processes in `hapx.runtime.launch`, the local
+programs in `hapx.runtime.executor`.
 
 Invariants of `HAP`: names of parameters, buffers and state are the single-device model's; the loss has the single-device value on
 every rank, and gradients are the single-device gradients, cut as the plan stores the parameters.
@@ -26,13 +26,13 @@ from hapx.collectives.messages import create_messenger
 from hapx.errors import HapError, LaunchError, PlanError
 from hapx.graph.capture import capture
 from hapx.graph.capture_conditions import Conditions, Seen, conditions, renew
-from hapx.graph.capture_inputs import Inputs, bind_inputs
+from hapx.graph.capture_inputs import Inputs, bind_inputs, caller_autocast
 from hapx.graph.capture_refusals import refuse_lazy
-from hapx.graph.captures import Captures, first_rows
+from hapx.graph.captures import first_rows
 from hapx.ir import FLOATING, Graph
 from hapx.plan import Plan, ProgramKey
-from hapx.progress import Watcher
-from hapx.restriction import Restriction, restriction
+from hapx.planning import Cluster, plan
+from hapx.restriction import Restriction
 from hapx.runtime.data import ShareSampler
 from hapx.runtime.executor import Executor, share_out
 from hapx.runtime.handout import beside_the_loss
@@ -41,35 +41,8 @@ from hapx.runtime.local_inputs import LocalInputs
 from hapx.runtime.pipeline import Pipeline
 from hapx.runtime.results import rebuild
 from hapx.runtime.whole_gradients import watch
-from hapx.stages.numbers import numbers_of_micro_batches
 from hapx.theory.normalise import normalised
 from hapx.verify import verify
-
-Cluster = str | os.PathLike[str] | Mapping[str, Any] | ClusterSpec
-
-
-def plan(
-    module: nn.Module, cluster: Cluster, example_inputs: Any, *,
-    loss_fn: Callable[..., Tensor] | None = None, strategy: str | Restriction = "auto", optimizer: str = "adamw",
-    precision: str | None = None, remat: str = "auto", micro_batches: int | str = "auto", progress: Watcher | None = None,
-) -> Plan:  # fmt: skip
-    """The fastest distributed training program found for `module` on `cluster`. Needs no process group and no real weights (`meta`
-    works); the module is not changed. Under `torch.autocast` it is the program for calls under that autocast. `remat`: "blocks" computes
-    repeated blocks again in backward, "auto" does so where nothing fits into memory otherwise. `micro_batches`: of a pipeline; with "auto" there
-    is none where operators mix the samples of a batch, since these would see one micro-batch at a time. `progress` is called with a
-    `hapx.progress.Progress` now and then. Raises CaptureError, ClusterSpecError,
-    InsufficientMemoryError and other HapErrors."""
-    spec, rule = ClusterSpec.load(cluster), restriction(strategy)
-    pipelined = rule.max_stages > 1 and micro_batches == "auto" and spec.num_devices > 1
-    captures = Captures(module, example_inputs, loss_fn)
-    with captures.ahead(lambda batch: numbers_of_micro_batches(batch, spec) if pipelined else ()):
-        from hapx.planner import plan_module  # the planner is not needed to run a plan
-
-        return plan_module(
-            module, spec, example_inputs,
-            loss_fn=loss_fn, strategy=rule, optimizer=optimizer, precision=precision, remat=remat, micro_batches=micro_batches,
-            autocast=_autocast(), progress=progress, captures=captures,
-        )  # fmt: skip
 
 
 class HAP(nn.Module):
@@ -245,7 +218,7 @@ class HAP(nn.Module):
         """Agrees with all ranks on what is run next."""
         try:
             call = self._bind(args, kwargs)
-            autocast = _autocast()
+            autocast = caller_autocast()
             mode: Literal["train", "eval"] = "train" if self.training else "eval"
             shapes = tuple(tuple(t.shape) for t in call.tensors)
             told = [f"{n} {t.dtype}{list(t.shape[1:] if self._local_inputs else t.shape)}" for n, t in zip(call.names, call.tensors, strict=True)]
@@ -396,14 +369,6 @@ def _floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
         raise HapError(f"gradient_dtype={dtype!r}", where="HAP", allowed=f"None, {', '.join(sorted(FLOATING))}")
     found: torch.dtype = getattr(torch, name)
     return found
-
-
-def _autocast() -> str | None:
-    """Dtype of the caller's autocast, if it is on."""
-    for device in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(device):
-            return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-    return None
 
 
 def _to_json(found: Plan) -> str:

@@ -175,3 +175,11 @@ def device_of(module: nn.Module, inputs: Inputs) -> torch.device:
     if devices:
         return next(iter(devices))
     return inputs.tensors[0].device if inputs.tensors else torch.device("cpu")
+
+
+def caller_autocast() -> str | None:
+    """Dtype of the caller's autocast, if it is on."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return None
