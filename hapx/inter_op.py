@@ -33,7 +33,7 @@ from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, eager
 from hapx.stages.dp import solve
 from hapx.stages.interleaved import interleavings
-from hapx.stages.numbers import numbers_of_micro_batches, stages_at_most
+from hapx.stages.numbers import may_have_stages, numbers_of_micro_batches, stages_at_most
 from hapx.stages.plain import pipeline_by_hand, plain_pipelines
 from hapx.stages.simulated import simulated
 from hapx.stages.space import space
@@ -57,19 +57,19 @@ ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 _Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
 Rival = Callable[[], Plan | None]
 Whole = Callable[[bool], Plan]  # of whether an error says what would help
+Among = Callable[[Sequence[int]], Container[int]]
 
 
-def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph], number: int | None, coming: Container[int] = ()) -> Plan:
-    """The faster one of a plan of one stage, made by `whole`, and the best pipeline. number: of micro-batches, if it is given. coming: numbers of
-    which `parts` has graphs soon without capturing them. Raises what `whole` raises where no pipeline fits either: only then is it asked to say what
-    would help."""
+def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph], number: int | None, among: Among = lambda _: ()) -> Plan:
+    """The faster one of a plan of one stage, made by `whole`, and the best pipeline. number: of micro-batches, if it is given. among: those of some
+    numbers of which `parts` has graphs soon without capturing them. Raises what `whole` raises where no pipeline fits either: only then is it asked
+    to say what would help."""
     scarce = lacks_memory(asked)
     numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster, scarce)
-    # what is said of the one mesh of all devices cannot be said of stages
-    free = asked.rule.mesh in ("auto", "flat") and asked.cluster.mesh in ("auto", "flat") and not isinstance(asked.rule.ratios, tuple)
+    free = may_have_stages(asked.rule, asked.cluster)
     found: list[Plan] = []
     spent = 0.0
-    apart = free and bool(numbers)
+    apart, coming = free and bool(numbers), among(numbers)
     with _single(asked, whole, hopeless=scarce and len(asked.graph.nodes) > SMALL, apart=apart) as single:
         if free:
             with suppress(_GoodEnough), warnings.catch_warnings():
@@ -190,8 +190,8 @@ def pipelines(
 ) -> list[Plan]:  # fmt: skip
     """Plans of micro-batches, best first; none where the model or the cluster cannot be cut, or nothing fits. rival: gives a plan that they are to
     be faster than, once it is needed. more: the best one is also tried with more micro-batches than these numbers. one_stage: one stage on all
-    devices that accumulates gradients over micro-batches is a candidate; it takes less memory than the rival, and is no faster otherwise. coming: see
-    `plan_with_stages`."""
+    devices that accumulates gradients over micro-batches is a candidate; it takes less memory than the rival, and is no faster otherwise. coming:
+    numbers of which `parts` has graphs soon without capturing them."""
     if asked.cluster.num_devices < 2 and not one_stage:
         return []
     # what is asked only has to rank: stages that are chosen are planned once more without these limits

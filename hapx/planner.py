@@ -363,7 +363,7 @@ def plan_module(
 
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
     number = micro_batches if isinstance(micro_batches, int) else None
-    return with_fewer(asked, plan_with_stages(asked, whole, part, number, captures.coming))
+    return with_fewer(asked, plan_with_stages(asked, whole, part, number, captures.among))
 
 
 def _without_parts(error: CaptureError, batch: int, number: int, *, asked_for: bool) -> HapError:

@@ -13,7 +13,7 @@ from hapx.cluster.spec import ClusterSpec
 from hapx.graph.capture_inputs import caller_autocast
 from hapx.graph.captures import Captures
 from hapx.restriction import Restriction, restriction
-from hapx.stages.numbers import numbers_of_micro_batches
+from hapx.stages.numbers import may_have_stages, numbers_of_micro_batches
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,7 +36,7 @@ def plan(
     `hapx.progress.Progress` now and then. Raises CaptureError, ClusterSpecError,
     InsufficientMemoryError and other HapErrors."""
     spec, rule = ClusterSpec.load(cluster), restriction(strategy)
-    pipelined = rule.max_stages > 1 and micro_batches == "auto" and spec.num_devices > 1
+    pipelined = micro_batches == "auto" and may_have_stages(rule, spec)
     captures = Captures(module, example_inputs, loss_fn)
     with captures.ahead(lambda batch: numbers_of_micro_batches(batch, spec) if pipelined else ()):
         from hapx.planner import plan_module  # loaded meanwhile

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from hapx.errors import HapError
@@ -40,6 +40,7 @@ class Captures:
         self.seconds = 1.0
         self.coming: tuple[int, ...] = ()
         self._copy: Later[dict[int, Graph]] | None = None
+        self._stack = ExitStack()  # holds the copy
         self._known: dict[int, Graph] = {}
 
     @contextmanager
@@ -52,13 +53,22 @@ class Captures:
         if not wanted:
             yield
             return
-        # a copy that fails says nothing: what is asked for is captured here then
-        with beside(lambda: {n: self._part(batch, n) for n in wanted} if is_copy() else {}) as copy:
+        with self._stack:
+            # a copy that fails says nothing: what is asked for is captured here then
+            copy = self._stack.enter_context(beside(lambda: {n: self._part(batch, n) for n in wanted} if is_copy() else {}))
             self._copy, self.coming = (copy, wanted) if copy.elsewhere else (None, ())
             try:
                 yield
             finally:
                 self._copy, self.coming = None, ()
+
+    def among(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Those of the numbers that a copy captures; where these are none, it ends."""
+        found = tuple(n for n in numbers if n in self.coming)
+        if not found:
+            self._copy, self.coming = None, ()
+            self._stack.close()
+        return found
 
     def whole(self) -> Graph:
         """Of the whole batch. Raises CaptureError and UnsupportedOperatorError."""

@@ -1,8 +1,15 @@
-"""Which numbers of micro-batches are tried for a batch on a cluster."""
+"""Whether there may be pipelines, and which numbers of micro-batches are tried for a batch on a cluster."""
 
 from __future__ import annotations
 
 from hapx.cluster.spec import ClusterSpec
+from hapx.restriction import Restriction
+
+
+def may_have_stages(rule: Restriction, cluster: ClusterSpec) -> bool:
+    """Whether stages on parts of a cluster may be looked for: what is said of the one mesh of all devices cannot be said of stages."""
+    one_mesh = rule.mesh not in ("auto", "flat") or cluster.mesh not in ("auto", "flat") or isinstance(rule.ratios, tuple)
+    return rule.max_stages > 1 and cluster.num_devices > 1 and not one_mesh
 
 
 def numbers_of_micro_batches(batch: int, cluster: ClusterSpec, scarce: bool = False) -> tuple[int, ...]:

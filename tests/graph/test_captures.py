@@ -19,7 +19,7 @@ class Net(nn.Module):
 
     def __init__(self, least: int = 0) -> None:
         super().__init__()
-        self.layer, self.least, self.process = nn.Linear(4, 3), least, os.getpid()
+        self.layer, self.least = nn.Linear(4, 3), least
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if x.shape[0] < self.least:
@@ -52,6 +52,17 @@ def test_a_copy_captures_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (captures.part(8, 4), captures.part(8, 2)) == here[:2]
         assert captures.part(8, 8) == here[2], "one that was not expected"
     assert captures.coming == ()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_a_copy_whose_captures_nobody_wants_ends() -> None:
+    captures = Captures(Net(), EXAMPLE)
+    with captures.ahead(lambda batch: (4, 2)):
+        assert captures.among((2, 8)) == (2,) and captures.coming == (4, 2)
+        assert captures.among((8,)) == () and captures.coming == ()
+        with pytest.raises(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        assert captures.part(8, 4).batch == 2
 
 
 def test_without_a_copy_everything_is_captured_here(monkeypatch: pytest.MonkeyPatch) -> None:
