@@ -176,8 +176,8 @@ class Bench:
                 one_stage=system == PIPELINE,
             )  # fmt: skip
         capture = self.case.model.capture_seconds - captured
-        rest = cpu() - began - capture - clock.program
-        costs = Costs(capture, clock.asking, clock.program - clock.asking, rest, clock.asks)
+        rest = cpu() - began - capture - clock.program - clock.asking
+        costs = Costs(capture, clock.asking, clock.program, rest, clock.asks)
         return Found(system, plans[0] if plans else None, costs, tuple(plans))
 
 
@@ -258,11 +258,12 @@ def with_equal_operators(graph: Graph) -> Layers:
 
 @dataclass
 class _Clock:
-    """CPU seconds inside of the program, of which asking."""
+    """CPU seconds of the program without what it asks, and of all asking."""
 
     program: float = 0.0
     asking: float = 0.0
     asks: int = 0
+    running: bool = False  # the program
 
 
 @contextmanager
@@ -277,17 +278,20 @@ def _replaced(known: Memo, clock: _Clock, make_space: Any, program: Any, layers:
                 if key not in known:
                     began = cpu()
                     known[key] = super().ask(start, stop, shape)
-                    clock.asking += cpu() - began
+                    spent = cpu() - began
+                    clock.asking += spent
+                    clock.program -= spent if clock.running else 0.0
                     clock.asks += 1
                 self.known[own] = known[key]
             return self.known[own]
 
     def timed(*args: Any, **options: Any) -> Solution:
-        began = cpu()
+        began, clock.running = cpu(), True
         try:
             solution: Solution = program(*args, **options)
         finally:
             clock.program += cpu() - began
+            clock.running = False
         return solution
 
     with (
