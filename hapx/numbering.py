@@ -54,12 +54,15 @@ def numbered(
     """Of what the instructions of a program read and make, and what it needs and gives."""
     place = Numbering()  # few placements, and hardly ever equal ones that are not one object
     numbers: dict[tuple[str, int], int] = {}
+    objects: dict[int, int] = {}  # most properties are one object wherever they are read
     found: list[Property] = []
 
     def number(p: Property) -> int:
-        known = numbers.setdefault((p.tensor, place(p.placement)), len(found))
-        if known == len(found):
-            found.append(p)
+        known = objects.get(id(p))
+        if known is None:
+            known = objects[id(p)] = numbers.setdefault((p.tensor, place(p.placement)), len(found))
+            if known == len(found):
+                found.append(p)
         return known
 
     before, after = (tuple([tuple([number(p) for p in own]) for own in side]) for side in (read, made))

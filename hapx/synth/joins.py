@@ -72,10 +72,11 @@ def find_joins(steps: Sequence[Step]) -> list[Join]:
     reads: dict[str, list[tuple[int, int]]] = {}  # of values: levels and slots
     found = []
     for level, step in enumerate(steps):
+        read = [(slot, n, at) for slot, (n, at) in enumerate(zip(step.tensors, step.slot_shifts, strict=True)) if at >= 0 and n in made]
         parts = {}
-        for slot, (name, shift) in enumerate(zip(step.tensors, step.slot_shifts, strict=True)):
-            if shift >= 0 and name in made and (not reads[name] or made[name] >= level - NEAR):
-                parts[name] = Part(made[name], slot, shift, step.kind.slots[slot].table)
+        if len(read) > 1:
+            new = [(slot, n, at) for slot, n, at in read if not reads[n] or made[n] >= level - NEAR]
+            parts = {n: Part(made[n], slot, at, step.kind.slots[slot].table) for slot, n, at in new}
         if len(parts) < MANY:
             parts = {name: part for name, part in parts.items() if part.made >= level - NEAR}
         if len(parts) > 1:

@@ -136,10 +136,12 @@ class Outline:
         later, moved = level + repetition.period[level], repetition.moved[level]
         if moved is not None and (later > end or not self._as_later(level, later, moved)):
             moved = None
+        taken = moved is not None and self.first[level] == self.first[later] and repetition.continues(level)
+        if not self.joined[level] and not self.joined[later]:  # as nearly everywhere
+            return Later(later, moved, (), True, True, taken)
         joined = [(join, made) for join, made in self.joined[level] if join.level < end]
         others = {j.level - later: j for j, _ in self.joined[later]}
         alike = len(others) == len(joined) and all((o := others.get(j.level - level)) is not None and j.repeats(o) for j, _ in joined)
-        taken = moved is not None and self.first[level] == self.first[later] and repetition.continues(level)
         return Later(later, moved, tuple(join for join, _ in joined), not any(made for _, made in joined), alike, taken)
 
     def _as_later(self, level: int, later: int, moved: Mapping[int, int]) -> bool:

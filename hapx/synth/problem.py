@@ -13,7 +13,7 @@ Invariant: the choices of a step are exactly the triples of the theory that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from hapx.restriction import Restriction
 from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.tables import StepTerms, TensorTable, numbered, shards
+from hapx.synth.tables import bits as members
 from hapx.theory.factors import form_allowed, gathered
 from hapx.theory.triple import Theory
 from hapx.theory.triples import Triples
@@ -268,30 +269,31 @@ class _Builder:
 
     def _tables(self) -> dict[str, TensorTable]:
         whole = Placement((REPLICATED,) * len(self.theory.mesh.axes))
-        found: dict[str, set[int]] = {}
-        seen: dict[int, list[set[int]]] = {}  # by alike nodes, the placements at each place of a triple
+        found: dict[str, int] = {}  # bit sets of placements
+        seen: dict[int, list[int]] = {}  # by alike nodes, the placements at each place of a triple
         for k, triples in enumerate(self.triples):
             number = self.alike[k]
             if number not in seen:
                 places = zip(*([self._id(p.placement) for p in t.pre + t.post] for t in triples), strict=True)
-                seen[number] = list(map(set, places))
+                seen[number] = list(map(_set, places))
             names = (*self.reads[k], *(o.name for o in self.graph.nodes[k].outputs))
             for name, ids in zip(names, seen[number], strict=True):
-                found.setdefault(name, set()).update(ids)
+                found[name] = found.get(name, 0) | ids
         extra = [*self.stored.items(), *self.theory.outputs.items()]
         extra += [(r.name, (whole,)) for r in self.graph.sources]
         for name, placements in extra:
-            found.setdefault(name, set()).update(self._ids(placements))
+            found[name] = found.get(name, 0) | _set(self._ids(placements))
         shared: dict[Any, TensorTable] = {}
-        return {name: self._table(name, frozenset(ids), shared) for name, ids in found.items()}
+        return {name: self._table(name, ids, shared) for name, ids in found.items()}
 
-    def _table(self, name: str, ids: frozenset[int], shared: dict[Any, TensorTable]) -> TensorTable:
+    def _table(self, name: str, ids: int, shared: dict[Any, TensorTable]) -> TensorTable:
+        """ids: the bit set of its placements."""
         ref = self.graph.refs[name]
-        stored = self._ids(self.stored.get(name, ()))
+        stored = self._ids(self.stored[name]) if name in self.stored else ()
         forbidden = self.forbidden.of(name)
         key = (ref.shape, ref.dtype, ref.kind, ref.requires_grad, name in self.saved, name in self.again, ids, stored, forbidden)
         if key not in shared:
-            placements = [self.placements[i] for i in sorted(ids)]
+            placements = [self.placements[i] for i in members(ids)]
             shared[key] = TensorTable(ref, placements, self.stored.get(name, ()), self.costs, self.terms, self.theory.mesh, self.rule,
                                       self.graph.mode == "train", forbidden)  # fmt: skip
         return shared[key]
@@ -437,6 +439,11 @@ class _Registers:
 
     def live(self) -> tuple[tuple[str, TensorTable, int], ...]:
         return tuple(self._taken.values())
+
+
+def _set(ids: Iterable[int]) -> int:
+    """The bit set of numbers."""
+    return sum(1 << i for i in set(ids))
 
 
 def _form(body: Any) -> Any:
