@@ -55,14 +55,17 @@ def test_a_copy_captures_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
-def test_a_copy_whose_captures_nobody_wants_ends() -> None:
-    captures = Captures(Net(), EXAMPLE)
+def test_a_copy_whose_captures_nobody_wants_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures, ended = Captures(Net(), EXAMPLE), list[int]()
+    end = processes._Copy.end
+    monkeypatch.setattr(processes._Copy, "end", lambda copy: (ended.append(copy.process), end(copy)))
     with captures.ahead(lambda batch: (4, 2)):
-        assert captures.among((2, 8)) == (2,) and captures.coming == (4, 2)
+        assert captures.among((2, 8)) == (2,) and captures.coming == (4, 2) and not ended
         assert captures.among((8,)) == () and captures.coming == ()
-        with pytest.raises(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
+        with pytest.raises(ProcessLookupError):
+            os.kill(ended[0], 0)
         assert captures.part(8, 4).batch == 2
+    assert len(ended) == 1
 
 
 def test_without_a_copy_everything_is_captured_here(monkeypatch: pytest.MonkeyPatch) -> None:
