@@ -55,8 +55,11 @@ def crossing_bytes(graph: Graph) -> list[int]:
 
 def _readers(graph: Graph) -> list[int]:
     """Per position p, how many of the nodes before it read a parameter."""
-    reads = [any(graph.refs[n].kind is Kind.PARAMETER for n in node.call.refs()) for node in graph.nodes]
-    return [0, *accumulate(map(int, reads))]
+    reads = [0] * len(graph.nodes)
+    for ref in graph.of_kind(Kind.PARAMETER):
+        for node in graph.consumers[ref.name]:
+            reads[node] = 1
+    return [0, *accumulate(reads)]
 
 
 def _one_run(graph: Graph, p: int) -> bool:
