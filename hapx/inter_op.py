@@ -11,16 +11,15 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 from typing import Any
 
 from hapx.alternation import Setting
 from hapx.climbing import climbed, faster, in_parts, is_short, is_tight, key_of
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
-from hapx.graph.captures import SLOW
 from hapx.ir import Graph
 from hapx.plan import Plan
 from hapx.processes import Later, beside
@@ -57,19 +56,17 @@ ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 _Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
 Rival = Callable[[], Plan | None]
 Whole = Callable[[bool], Plan]  # of whether an error says what would help
-Among = Callable[[Sequence[int]], Container[int]]
 
 
-def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph], number: int | None, among: Among = lambda _: ()) -> Plan:
-    """The faster one of a plan of one stage, made by `whole`, and the best pipeline. number: of micro-batches, if it is given. among: those of some
-    numbers of which `parts` has graphs soon without capturing them. Raises what `whole` raises where no pipeline fits either: only then is it asked
-    to say what would help."""
+def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph], number: int | None) -> Plan:
+    """The faster one of a plan of one stage, made by `whole`, and the best pipeline. number: of micro-batches, if it is given. Raises what `whole`
+    raises where no pipeline fits either: only then is it asked to say what would help."""
     scarce = lacks_memory(asked)
     numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster, scarce)
     free = may_have_stages(asked.rule, asked.cluster)
     found: list[Plan] = []
     spent = 0.0
-    apart, coming = free and bool(numbers), among(numbers)
+    apart = free and bool(numbers)
     with _single(asked, whole, hopeless=scarce and len(asked.graph.nodes) > SMALL, apart=apart) as single:
         if free:
             with suppress(_GoodEnough), warnings.catch_warnings():
@@ -83,7 +80,7 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
                     told("planning stages", detail=detail)
 
                 try:
-                    found = pipelines(asked, parts, numbers, single, watch, more=number is None, coming=coming)
+                    found = pipelines(asked, parts, numbers, single, watch, more=number is None)
                 except HapError:
                     single()  # what they lack does not matter where none is needed
                     raise
@@ -186,23 +183,21 @@ def at_full_speed(asked: Setting) -> float:
 
 def pipelines(
     asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], rival: Rival = lambda: None, watch: Callable[[str], None] = lambda _: None,
-    *, more: bool = True, one_stage: bool = True, coming: Container[int] = (),
+    *, more: bool = True, one_stage: bool = True,
 ) -> list[Plan]:  # fmt: skip
     """Plans of micro-batches, best first; none where the model or the cluster cannot be cut, or nothing fits. rival: gives a plan that they are to
     be faster than, once it is needed. more: the best one is also tried with more micro-batches than these numbers. one_stage: one stage on all
-    devices that accumulates gradients over micro-batches is a candidate; it takes less memory than the rival, and is no faster otherwise. coming:
-    numbers of which `parts` has graphs soon without capturing them."""
+    devices that accumulates gradients over micro-batches is a candidate; it takes less memory than the rival, and is no faster otherwise."""
     if asked.cluster.num_devices < 2 and not one_stage:
         return []
     # what is asked only has to rank: stages that are chosen are planned once more without these limits
     rule = replace(asked.rule, segments="none", max_stages=1, remat="none", sfb="never", forms=asked.rule.forms & {"padded"} or asked.rule.forms)
     askers: list[Asker] = []
-    captured = _Captured(parts)
 
     def another(number: int, afresh: bool = False) -> Asker | None:
         """Also asks about so many micro-batches; None where their layers are others. afresh: not with programs that were searched for like ones."""
         watch(f"capturing one of {number} micro-batches")
-        asker = _asker(asked, rule, captured, number)
+        asker = _asker(asked, rule, parts, number)
         if asker is None or (askers and len(asker.layers) != len(askers[0].layers)):
             return None
         like = (a for a in askers if not a.others and max(number, n := a.asked.repeats) <= LIKE * min(number, n))
@@ -226,9 +221,8 @@ def pipelines(
     plans: list[Made] = []
     todo = list(numbers)
     while todo and not plans:
-        with captured.beforehand([n for n in todo[1:] if n not in coming]):
-            for number in todo:
-                another(number)
+        for number in todo:
+            another(number)
         if not askers:
             return []
         plans = _chosen(asked, askers, rival, inf, watch, one_stage)
@@ -358,34 +352,6 @@ def _interleaved(plans: Sequence[Made], asked: Setting, watch: Callable[[str], N
     watch("the best pipeline with several stages on every submesh")
     again = put_together(asker, pipeline, asked.rule, dict(plans[0].plan.statistics))
     return again if again is not None and again.plan.iteration_time < best else None
-
-
-class _Captured:
-    """Graphs of micro-batches by their number, as `parts` gives them; some are captured by copies of the process."""
-
-    def __init__(self, parts: Callable[[int], Graph]):
-        self._parts = parts
-        self._copies: dict[int, Later[Graph]] = {}
-        self._seconds = 1.0  # that capturing takes, at most
-
-    @contextmanager
-    def beforehand(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Inside, these are captured meanwhile."""
-        with ExitStack() as copies:
-            self._copies = {number: copies.enter_context(beside(partial(self._parts, number))) for number in numbers}
-            try:
-                yield
-            finally:
-                self._copies = {}
-
-    def __call__(self, number: int) -> Graph:
-        copy = self._copies.pop(number, None)
-        if copy is not None:
-            return copy.result(SLOW * self._seconds)
-        began = time.perf_counter()
-        graph = self._parts(number)
-        self._seconds = max(self._seconds, time.perf_counter() - began)
-        return graph
 
 
 def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], number: int) -> Asker | None:

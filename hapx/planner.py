@@ -362,8 +362,7 @@ def plan_module(
     from hapx.inter_op import plan_with_stages
 
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
-    number = micro_batches if isinstance(micro_batches, int) else None
-    return with_fewer(asked, plan_with_stages(asked, whole, part, number, captures.among))
+    return with_fewer(asked, plan_with_stages(asked, whole, part, micro_batches if isinstance(micro_batches, int) else None))
 
 
 def _without_parts(error: CaptureError, batch: int, number: int, *, asked_for: bool) -> HapError:

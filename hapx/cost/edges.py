@@ -10,9 +10,8 @@ Invariant: the price of an edge is that of the cheapest allowed form and variant
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from hapx.cost.network import SCALAR_BYTES
 from hapx.cost.table import TermTable
 from hapx.cost.terms import Shares
 from hapx.ir import TensorRef
+from hapx.numbering import Numbering
 from hapx.plan import Communication, Form
 from hapx.states import REPLICATED, Placement, Sharded, State, is_recut
 
@@ -118,23 +118,26 @@ class Moved(NamedTuple):
 
 class _Along:
     """All edges of bundles along one axis, in their order. Per edge: its number among the edges of all axes, the place of its tensor in `refs`, those
-    of the placements before and after in `placements`, whether it may be kept and freed."""
+    of the placements before and after in `placements`, whether it may be kept and freed; whether it is a re-cut. states: of the placements."""
 
     def __init__(self, axis: int, bundles: Sequence[Bundle]):
-        ends = np.cumsum([0, *map(len, bundles)])
-        chosen = [(bundle, first) for bundle, first in zip(bundles, ends.tolist(), strict=False) if bundle.axis == axis and len(bundle)]
-        lengths = [len(bundle) for bundle, _ in chosen]
-        self.axis, self.refs = axis, [bundle.ref for bundle, _ in chosen]
-        self.tensor = np.repeat(np.arange(len(chosen)), lengths)
-        self.numbers = np.arange(len(self.tensor)) + np.repeat([first for _, first in chosen] - np.cumsum([0, *lengths])[:-1], lengths)
+        first = np.cumsum([0, *map(len, bundles)])
+        places = [k for k, bundle in enumerate(bundles) if bundle.axis == axis and len(bundle)]
+        chosen = [bundles[k] for k in places]
+        self.axis, self.refs = axis, [bundle.ref for bundle in chosen]
+        self.tensor = np.repeat(np.arange(len(chosen)), list(map(len, chosen)))
+        self.numbers = np.concatenate([np.arange(first[k], first[k + 1]) for k in places])
         # placements are the theory's own objects, held by the bundles
-        unique = {id(p): p for placements in {id(b.placements): b.placements for b, _ in chosen}.values() for p in placements}
+        lists = {id(bundle.placements): bundle.placements for bundle in chosen}
+        unique = {id(p): p for placements in lists.values() for p in placements}
         place = {key: k for k, key in enumerate(unique)}
-        of = {id(b.placements): np.array([place[id(p)] for p in b.placements]) for b in {id(b.placements): b for b, _ in chosen}.values()}
+        of = {key: np.array([place[id(p)] for p in placements]) for key, placements in lists.items()}
         self.placements = list(unique.values())
-        self.sources = np.concatenate([of[id(b.placements)][b.sources] for b, _ in chosen])
-        self.targets = np.concatenate([of[id(b.placements)][b.targets] for b, _ in chosen])
-        self.allowed = tuple(np.concatenate([own(b) for b, _ in chosen]) for own in (attrgetter("kept"), attrgetter("freed")))
+        self.states = [p.states[axis] for p in self.placements]
+        self.sources = np.concatenate([of[id(bundle.placements)][bundle.sources] for bundle in chosen])
+        self.targets = np.concatenate([of[id(bundle.placements)][bundle.targets] for bundle in chosen])
+        self.allowed = np.concatenate([bundle.kept for bundle in chosen]), np.concatenate([bundle.freed for bundle in chosen])
+        self.again = _cut_again(self.states, self.sources, self.targets)
 
     def edge(self, k: int) -> Edge:
         before, after = self.placements[self.sources[k]], self.placements[self.targets[k]]
@@ -151,25 +154,21 @@ class EdgePrices:
         # what is cut again moves by the difference of two shares, so it is priced by its own terms: edge, term, whether all kinds wait for it, and
         # whether it runs forward
         self.terms = TermTable(len(costs.kinds))
-        self._recuts: list[tuple[int, int, bool, bool]] = []
+        alongs = [_Along(axis, bundles) for axis in sorted({bundle.axis for bundle in bundles if len(bundle)})]
+        self.recuts = np.array([row for edges in alongs for row in self._recuts(edges)], dtype=np.int64).reshape(-1, 4)
         self.parts: list[Part] = []
         places = np.full((2, self.count, 2), -1)
-        for axis in sorted({bundle.axis for bundle in bundles if len(bundle)}):
-            self._lay_out(_Along(axis, bundles), places)
+        for edges in alongs:
+            self._lay_out(edges, places)
         # kept and freed: of every edge its part and its row there (-1: nothing moves, or it is a re-cut)
         self.rows: list[list[list[int]]] = places.tolist()
-        self.recuts = np.array(self._recuts, dtype=np.int64).reshape(-1, 4)
         self._affine(list(self._fractions))
 
     def _lay_out(self, edges: _Along, places: Numbers) -> None:
         """The parts of an axis. places: gets where their edges are."""
         every, axis, sources, targets = edges.placements, edges.axis, edges.sources, edges.targets
-        states = [p.states[axis] for p in every]
-        again = _cut_again(states, sources, targets)
-        for k in np.flatnonzero(again).tolist():
-            self._recut(int(edges.numbers[k]), edges.edge(k))
         # what edges with one `Run` have in common
-        sorts, whole_on, flags = _coded(map(sort, states)), _coded(_replicated(p) for p in every), _coded(map(self._flags, edges.refs))
+        sorts, whole_on, flags = _coded(map(sort, edges.states)), _coded(map(_replicated, every)), _coded(map(self._flags, edges.refs))
         alike = _mixed(sorts[sources], sorts[targets], whole_on[targets], flags[edges.tensor])
         fractions, gathered = np.array([self._fraction(p) for p in every]), np.zeros(len(every), dtype=np.int64)
         reached = np.unique(targets)
@@ -178,7 +177,7 @@ class EdgePrices:
         runs: list[Run] = []
         found: dict[str, list[tuple[int, Numbers]]] = {}  # by collective
         for free, allowed in enumerate(edges.allowed):
-            chosen = np.flatnonzero(allowed & ~again)
+            chosen = np.flatnonzero(allowed & ~edges.again)
             _, one, which = np.unique(alike[chosen], return_index=True, return_inverse=True)
             made = [self._run(edges.edge(k), bool(free)) for k in chosen[one].tolist()]
             numbers = np.cumsum([run is not None for run in made]) + len(runs) - 1
@@ -200,13 +199,15 @@ class EdgePrices:
             at[i] = shares[cut]
         return EdgesPriced(self, shares, self._const + self._slope * at[self._cut], exposed)
 
-    def _recut(self, number: int, edge: Edge) -> None:
-        source, target = edge.before.states[edge.axis], edge.after.states[edge.axis]
-        step = Communication(edge.axis, source, target, Form.NONE, edge.ref.requires_grad)
-        cost = self.costs.conversion(edge.ref, (step,), edge.after)
-        self._recuts += [(number, self.terms.number(c.term), c.cuts, c.direction == "forward") for c in cost.communication]
-        copies = (cost.forward, True), (cost.backward, False)
-        self._recuts += [(number, self.terms.number(term), False, ahead) for term, ahead in copies if term is not None]
+    def _recuts(self, edges: _Along) -> Iterator[tuple[int, int, bool, bool]]:
+        """See `recuts`."""
+        for k in np.flatnonzero(edges.again).tolist():
+            number, (ref, axis, before, after) = int(edges.numbers[k]), edges.edge(k)
+            step = Communication(axis, before.states[axis], after.states[axis], Form.NONE, ref.requires_grad)
+            cost = self.costs.conversion(ref, (step,), after)
+            yield from ((number, self.terms.number(c.term), c.cuts, c.direction == "forward") for c in cost.communication)
+            copies = (cost.forward, True), (cost.backward, False)
+            yield from ((number, self.terms.number(term), False, ahead) for term, ahead in copies if term is not None)
 
     def _fraction(self, placement: Placement) -> int:
         return self._fractions.setdefault(placement, len(self._fractions))
@@ -340,8 +341,7 @@ def _replicated(placement: Placement) -> tuple[bool, ...]:
 
 def _coded(values: Iterable[Any]) -> Numbers:
     """Numbers, equal for equal values."""
-    known: dict[Any, int] = {}
-    return np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int64)
+    return np.array(list(map(Numbering().of_value, values)), dtype=np.int64)
 
 
 def _mixed(*columns: Numbers) -> Numbers:

@@ -62,22 +62,17 @@ class Captures:
             finally:
                 self._copy, self.coming = None, ()
 
-    def among(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Those of the numbers that a copy captures; where these are none, it ends."""
-        found = tuple(n for n in numbers if n in self.coming)
-        if not found:
-            self._copy, self.coming = None, ()
-            self._stack.close()
-        return found
-
     def whole(self) -> Graph:
         """Of the whole batch. Raises CaptureError and UnsupportedOperatorError."""
         return self._timed(self.example_inputs)
 
     def part(self, batch: int, number: int) -> Graph:
-        """Of one of `number` equal parts of a batch. Raises as `whole`."""
-        if number in self.coming and self._copy is not None:
-            self._known, self._copy = self._copy.result(SLOW * self.seconds), None
+        """Of one of `number` equal parts of a batch. What a copy captures is wanted first: one that captures other parts ends. Raises as `whole`."""
+        if self._copy is not None:
+            copy, self._copy = self._copy, None
+            self._known = copy.result(SLOW * self.seconds) if number in self.coming else {}
+            self.coming = ()
+            self._stack.close()
         return self._known.pop(number, None) or self._part(batch, number)
 
     def smaller(self, batch: int, rows: int) -> Graph:

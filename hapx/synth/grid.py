@@ -13,7 +13,6 @@ from itertools import product
 import numpy as np
 
 from hapx.cost.edges import Array, Bundle, Mask, Numbers
-from hapx.states import Placement
 from hapx.synth.problem import Problem
 from hapx.synth.tables import StepTerms, TensorTable, Values
 from hapx.theory.conversion import INNER, OUTER
@@ -78,24 +77,14 @@ class Grid:
         return np.arange(self.count - len(bundle), self.count)
 
     def _shared(self, table: TensorTable, every: list[Bundle]) -> Numbers:
-        placements: dict[Placement, int] = {}
-        numbers: dict[tuple[int, int, int], int] = {}  # of (axis, placement before, after)
-        found = []
-        axes = (INNER, OUTER, INNER)
-        for passed in table.all_passed.values():
-            at = [placements.setdefault(p, len(placements)) for p in passed]
-            for step in zip(axes, at, at[1:], strict=False):
-                numbers.setdefault(step, -1)
-        for axis in (INNER, OUTER):
-            steps = [step for step in numbers if step[0] == axis]
-            sources, targets = (np.array([step[k] for step in steps], dtype=np.int64) for k in (1, 2))
-            keeps = np.ones(len(steps), dtype=bool)
-            taken = self._take(Bundle(table.ref, axis, tuple(placements), sources, targets, keeps, ~keeps), every)
-            numbers |= dict(zip(steps, taken.tolist(), strict=True))
-        for (p, q), passed in table.all_passed.items():
-            at = [placements[own] for own in passed]
-            found.append((p, q, *(numbers[step] for step in zip(axes, at, at[1:], strict=False))))
-        return np.array(found, dtype=np.int64).reshape(-1, 5).T
+        paths = table.all_passed
+        if not paths:
+            return np.zeros((5, 0), dtype=np.int64)
+        place = {p: k for k, p in enumerate(dict.fromkeys(p for passed in paths.values() for p in passed))}
+        at = np.array([[place[p] for p in passed] for passed in paths.values()])
+        keeps = np.ones(len(at), dtype=bool)
+        bundles = (Bundle(table.ref, axis, tuple(place), at[:, k], at[:, k + 1], keeps, ~keeps) for k, axis in enumerate((INNER, OUTER, INNER)))
+        return np.array([*np.transpose(list(paths)), *(self._take(bundle, every) for bundle in bundles)])
 
 
 class Weights:

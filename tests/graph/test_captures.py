@@ -60,8 +60,8 @@ def test_a_copy_whose_captures_nobody_wants_ends(monkeypatch: pytest.MonkeyPatch
     end = processes._Copy.end
     monkeypatch.setattr(processes._Copy, "end", lambda copy: (ended.append(copy.process), end(copy)))
     with captures.ahead(lambda batch: (4, 2)):
-        assert captures.among((2, 8)) == (2,) and captures.coming == (4, 2) and not ended
-        assert captures.among((8,)) == () and captures.coming == ()
+        assert captures.coming == (4, 2) and not ended
+        assert captures.part(8, 8).batch == 1 and captures.coming == ()
         with pytest.raises(ProcessLookupError):
             os.kill(ended[0], 0)
         assert captures.part(8, 4).batch == 2
