@@ -35,6 +35,7 @@ from hapx.overlap import overlapped
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
 from hapx.processes import without_collections
 from hapx.progress import Teller, Watcher
+from hapx.recompute import any_that_fits, fastest
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import iteration_time
 from hapx.synth.forbidden import NOTHING
@@ -97,7 +98,8 @@ def _groups_are_equal(cluster: ClusterSpec, inner: int) -> bool:
 def plan_spmd(
     setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, theories: Mapping[str, Theory] | None = None
 ) -> list[Candidate]:
-    """Candidates for one graph on all devices, best first, on every allowed view. theories: by the name of a view, where they are known.
+    """Candidates for one graph on all devices, best first, on every allowed view; none where all programs take more than is of interest. theories: by
+    the name of a view, where they are known.
 
     Raises InsufficientMemoryError or PlanError where no view has a program."""
     theories = theories or {}
@@ -109,7 +111,7 @@ def plan_spmd(
     allowed = views(setting.cluster, setting.rule) if meshes is None else meshes
     for number, mesh in enumerate(allowed, 1):
         began = time.perf_counter()
-        known = min((c.cost for c in found), default=float("inf"))
+        known = min((c.cost for c in found), default=setting.above)
         told = Teller(setting.progress, counters.search, mesh.name, number, len(allowed), known)
         told("deriving rules")
         kind = len(mesh.axes), mesh.uneven
@@ -131,6 +133,8 @@ def plan_spmd(
         counters.search_time += outcome["search_time"]
         counters.views.append(mesh.name)
         counters.tried.append(outcome)
+    if not found and not failures:  # none is of interest
+        return []
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
     timed = Simulated(counters)
@@ -287,29 +291,23 @@ def plan_graphs(
     return plan
 
 
-def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> tuple[Setting, Candidate]:
-    """The best candidate, and its setting: with blocks computed again in backward where the restriction says so, or nothing fits otherwise."""
+def _with_remat(
+    setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, *, quick: bool = False
+) -> tuple[Setting, Candidate]:  # fmt: skip
+    """The best candidate, and its setting, with the segments that it has: with blocks computed again in backward where the restriction says so, or
+    where memory binds and that is faster. quick: any that fits."""
     remat = setting.rule.remat
-    blocks = replace(setting, graph=with_blocks(setting.graph)) if remat != "none" and setting.graph.mode == "train" else setting
-    if remat != "blocks" or blocks.graph is setting.graph:
-        try:
-            return _chosen(setting, counters, meshes)
-        except InsufficientMemoryError:
-            if blocks.graph is setting.graph:
-                raise
-    return _chosen(blocks, counters, meshes)
-
-
-def _chosen(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None) -> tuple[Setting, Candidate]:
-    """The best candidate, and its setting: with the segments that it has."""
-    best = plan_spmd(setting, counters, meshes)[0]
+    blocks = with_blocks(setting.graph) if remat != "none" and setting.graph.mode == "train" else setting.graph
+    if remat == "auto" and blocks is not setting.graph:
+        return (any_that_fits if quick else fastest)(setting, counters, meshes, plan_spmd)
+    best = plan_spmd(replace(setting, graph=blocks), counters, meshes)[0]
     return replace(setting, graph=best.theory.graph), best
 
 
 def fits_somehow(setting: Setting) -> InsufficientMemoryError | None:
     """Whether a setting can be planned on the flat mesh (or the one it names): the error if it cannot."""
     try:
-        _with_remat(setting, Counters(), views(setting.cluster, setting.rule)[:1])
+        _with_remat(setting, Counters(), views(setting.cluster, setting.rule)[:1], quick=True)
     except InsufficientMemoryError as error:
         return error
     except PlanError as error:

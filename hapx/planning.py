@@ -31,10 +31,9 @@ def plan(
 ) -> Plan:  # fmt: skip
     """The fastest distributed training program found for `module` on `cluster`. Needs no process group and no real weights (`meta`
     works); the module is not changed. Under `torch.autocast` it is the program for calls under that autocast. `remat`: "blocks" computes
-    repeated blocks again in backward, "auto" does so where nothing fits into memory otherwise. `micro_batches`: of a pipeline; with "auto" there
-    is none where operators mix the samples of a batch, since these would see one micro-batch at a time. `progress` is called with a
-    `hapx.progress.Progress` now and then. Raises CaptureError, ClusterSpecError,
-    InsufficientMemoryError and other HapErrors."""
+    repeated blocks again in backward, "auto" as many of them as the memory asks for, where that is faster than other ways to fit. `micro_batches`:
+    of a pipeline; with "auto" there is none where operators mix the samples of a batch, since these would see one micro-batch at a time. `progress`
+    is called with a `hapx.progress.Progress` now and then. Raises CaptureError, ClusterSpecError, InsufficientMemoryError and other HapErrors."""
     spec, rule = ClusterSpec.load(cluster), restriction(strategy)
     pipelined = micro_batches == "auto" and may_have_stages(rule, spec)
     captures = Captures(module, example_inputs, loss_fn)

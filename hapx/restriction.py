@@ -28,8 +28,8 @@ class Restriction:
         split: "auto"; "batch": only the batch is split; "model": the batch is not split (tensor parallelism).
         forms: collective forms allowed: "padded", "grouped", "point_to_point".
         sfb: "auto", "never", or "always" (wherever it is legal).
-        remat: "none": activations are kept as the model says; "blocks": repeated blocks are computed again in backward; "auto": that, where
-            nothing fits into memory otherwise.
+        remat: "none": activations are kept as the model says; "blocks": repeated blocks are computed again in backward; "auto": as many of them as
+            the memory asks for, where it binds and nothing else that fits is faster.
         segments: parts of the model with ratios of their own, where that pays. "auto": the planner finds them, four at most; "none" or 1: the whole
             model has one compute row and one storage row; a number: at most so many; module paths: each is a part, what is under none of them belongs
             to the part before it. Only balanced ratios have segments.

@@ -33,6 +33,7 @@ from hapx.pipelines import Piece, piece_of
 from hapx.plan import Mesh
 from hapx.planner import plan_spmd, views
 from hapx.processes import at_the_same_time
+from hapx.recompute import roomy
 from hapx.simulate import run_times
 from hapx.stages.clustering import node_flops
 from hapx.stages.costs import ONE_F_ONE_B, UNLIMITED, Answer, Assigned, Pipeline, Prices, latency, most_in_flight
@@ -45,7 +46,6 @@ PART = 1e-4  # of the seconds that the synchronisation of gradients would take, 
 FEW = 8  # micro-batches for which an answer should have room, if there are as many
 ROUGH = 0.03  # how far from the optimum programs of the whole model may be
 FAR_TOO_MUCH = 2.0
-ROOM = 1000  # times the memory that there is
 STORED = (Kind.PARAMETER, Kind.BUFFER)
 Planned = tuple[Piece | None, int]
 
@@ -375,11 +375,8 @@ class Asker:
 
     def roomy(self, setting: Setting, meshes: Sequence[Mesh] | None, theories: Mapping[str, Theory] | None = None) -> Candidate | None:
         """The planner's program if memory were no matter, at the costs of the actual devices."""
-        types = {name: replace(kind, memory=kind.memory * ROOM) for name, kind in setting.cluster.device_types.items()}
-        roomy = replace(setting, cluster=replace(setting.cluster, device_types=types))
         with suppress(InsufficientMemoryError, PlanError):
-            found = plan_spmd(roomy, self.counters, meshes, theories)[0]
-            return replace(found, costs=found.costs.changed(cluster=setting.cluster))
+            return roomy(setting, self.counters, meshes, partial(plan_spmd, theories=theories))
         return None
 
     def piece(self, start: int, stop: int, shape: Shape, in_flight: int, level: int = PLAIN) -> Piece | None:

@@ -96,8 +96,9 @@ def _verify_regions(graph: Graph, where: str) -> None:
 
 
 def _verify_chosen(part: Graph, where: str) -> None:
-    """The checkpoints that the planner chose are the repeated blocks of a stage."""
-    if chosen_blocks(part) and part.regions != with_blocks(without_blocks(part)).regions:
+    """The checkpoints that the planner chose are the repeated blocks of a stage, or the first ones of them."""
+    bare, chosen = without_blocks(part), chosen_blocks(part)
+    if chosen and all(part.regions != with_blocks(bare, most).regions for most in range(1, chosen + 1)):
         raise PlanError("other blocks are computed again in backward than a planner would choose", where=where, hint="plan again")
 
 

@@ -13,11 +13,12 @@ from hapx.cost.memory import kept_bytes
 from hapx.ir import CHOSEN, Graph, Region
 
 
-def with_blocks(graph: Graph) -> Graph:
-    """The graph whose repeated blocks are checkpoint regions; the graph itself if that would save nothing."""
+def with_blocks(graph: Graph, most: int | None = None) -> Graph:
+    """The graph whose repeated blocks are checkpoint regions; the graph itself if that would save nothing. most: so many of every kind, the first
+    ones: backward comes to them when what later ones kept is free already, so there is room to compute them again."""
     current, best = graph, kept_bytes(graph)
     for regions in _blocks(graph):
-        trial = _with(current, regions)
+        trial = _with(current, regions[:most])
         held = kept_bytes(trial)
         if held < best:
             current, best = trial, held
@@ -32,6 +33,11 @@ def without_blocks(graph: Graph) -> Graph:
 def chosen_blocks(graph: Graph) -> int:
     """How many regions were chosen by the planner."""
     return sum(r.chosen for r in graph.regions)
+
+
+def most_blocks(graph: Graph) -> int:
+    """How many blocks of one kind can be computed again, at most."""
+    return max(map(len, _blocks(graph)), default=0)
 
 
 def _blocks(graph: Graph) -> list[list[Region]]:
