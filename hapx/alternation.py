@@ -47,7 +47,6 @@ MAX_ALTERNATIONS = 8
 STALLED = 1e-3  # relative improvement below which the alternation ends
 SLIGHT = 1e-4  # and for which a program that is not proven is not taken
 HOPELESS = 1.5  # what costs that much more than the best of the others at its first ratios is not balanced further
-NEARLY = 1.25  # times what is of interest that a program may take before its ratios are balanced
 CORRECTIONS = 4  # searches at most for one program whose peak fits
 FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
 FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
@@ -75,13 +74,10 @@ class Counters:
     search: Statistics = field(default_factory=Statistics)
 
     def include(self, other: Counters) -> None:
-        """The time that other plans took, of which nothing else is told."""
-        for f in fields(self):
-            if f.name.endswith("_time"):
-                setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
-        gap = self.search.gap
+        """What another plan cost, of which nothing else is told."""
+        for name in (*(f.name for f in fields(self) if f.name.endswith("_time")), "alternations"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.search.add(other.search)
-        self.search.gap = gap
 
     def as_dict(self) -> dict[str, Any]:
         times = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_time")}
@@ -101,7 +97,6 @@ class Setting:
         strict: the peak of every program is looked at, not only of those that come near the capacity.
         old: a plan of the same restriction; where its mesh is tried again, it is a start and a candidate.
         within: relative distance from the optimum at which searches may end, if they need not be exact.
-        above: seconds; programs that take more are of no interest.
         repeats, in_flight: of a stage, how many micro-batches it runs per iteration, and how many of them it keeps at once.
     """
 
@@ -121,7 +116,6 @@ class Setting:
     repeats: int = 1
     in_flight: int = 1
     within: float = 0.0
-    above: float = inf
 
 
 class Alternation:
@@ -429,8 +423,7 @@ class Alternation:
             self.searched.add(at)
             self.counters.alternations += 1
             self.told("searching", best)
-            worth = self.setting.above * (NEARLY if best == inf else 1.0)
-            solution, others = self._solutions(lengths, above if best == inf else inf, worth, min([known, *(c.cost for c in self.found.values())]))
+            solution, others = self._solutions(lengths, above if best == inf else inf, min([known, *(c.cost for c in self.found.values())]))
             if solution is None and not others:
                 return "hopeless"
             if solution is not None:
@@ -494,14 +487,14 @@ class Alternation:
             known = self.goals[id(solution.steps)] = solution, objective(solution.steps, solution.storage, len(self.sizes))
         return known[1]
 
-    def _solutions(self, lengths: Lengths, above: float, worth: float, known: float) -> tuple[Solution | None, tuple[Solution, ...]]:
+    def _solutions(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...]]:
         """The best program at these lengths whose peak fits, if any does; and what other ratios may make fit: the cheapest program without limits,
-        then, where none fits, the one of least memory. Nothing where all programs take more than `above`, or all that fit more than `worth`; a good
-        one will do where all take more than `known`."""
+        then, where none fits, the one of least memory. Nothing where all programs take more than `above`; a good one will do where all take more than
+        `known`."""
         shares, spare = self.costs.lengths_to_shares(lengths), None
         others: tuple[Solution, ...] = ()
         for _ in range(CORRECTIONS):
-            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known, worth)
+            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known)
             for solution in (found,) if found is not None else others:
                 self.counters.search.add(solution.statistics)
             if found is not None:

@@ -35,7 +35,7 @@ from hapx.overlap import overlapped
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
 from hapx.processes import without_collections
 from hapx.progress import Teller, Watcher
-from hapx.recompute import any_that_fits, fastest
+from hapx.recompute import any_that_fits, as_chosen, fastest
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import iteration_time
 from hapx.synth.forbidden import NOTHING
@@ -98,8 +98,7 @@ def _groups_are_equal(cluster: ClusterSpec, inner: int) -> bool:
 def plan_spmd(
     setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, theories: Mapping[str, Theory] | None = None
 ) -> list[Candidate]:
-    """Candidates for one graph on all devices, best first, on every allowed view; none where all programs take more than is of interest. theories: by
-    the name of a view, where they are known.
+    """Candidates for one graph on all devices, best first, on every allowed view. theories: by the name of a view, where they are known.
 
     Raises InsufficientMemoryError or PlanError where no view has a program."""
     theories = theories or {}
@@ -111,7 +110,7 @@ def plan_spmd(
     allowed = views(setting.cluster, setting.rule) if meshes is None else meshes
     for number, mesh in enumerate(allowed, 1):
         began = time.perf_counter()
-        known = min((c.cost for c in found), default=setting.above)
+        known = min((c.cost for c in found), default=float("inf"))
         told = Teller(setting.progress, counters.search, mesh.name, number, len(allowed), known)
         told("deriving rules")
         kind = len(mesh.axes), mesh.uneven
@@ -133,8 +132,6 @@ def plan_spmd(
         counters.search_time += outcome["search_time"]
         counters.views.append(mesh.name)
         counters.tried.append(outcome)
-    if not found and not failures:  # none is of interest
-        return []
     if not found:
         raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
     timed = Simulated(counters)
@@ -300,8 +297,7 @@ def _with_remat(
     blocks = with_blocks(setting.graph) if remat != "none" and setting.graph.mode == "train" else setting.graph
     if remat == "auto" and blocks is not setting.graph:
         return (any_that_fits if quick else fastest)(setting, counters, meshes, plan_spmd)
-    best = plan_spmd(replace(setting, graph=blocks), counters, meshes)[0]
-    return replace(setting, graph=best.theory.graph), best
+    return as_chosen(setting, plan_spmd(replace(setting, graph=blocks), counters, meshes)[0])
 
 
 def fits_somehow(setting: Setting) -> InsufficientMemoryError | None:

@@ -5,7 +5,7 @@ that fits, it is the answer, because a relaxation's optimum that is feasible is 
 
 - the fewest blocks computed again with which what would be fastest without limits fits (they are the first ones, see `hapx.cost.remat`);
 - where as many as there are do not suffice, so many of them with memory as a limit (parameters in shards, uneven shares);
-- none of them with memory as a limit, as far as that may still be faster.
+- none of them with memory as a limit.
 
 Recomputing costs a part of forward, sharded parameters cost communication: which is less depends on the links.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil
+from operator import itemgetter
 
 import numpy as np
 
@@ -26,62 +27,82 @@ from hapx.ir import Graph
 from hapx.lower import Candidate
 from hapx.plan import Mesh
 
-ROOM = 1000  # times the memory that there is
+ROOM = 10**6  # times the memory that there is: more than a mistyped unit lacks
 TRIES = 3  # numbers of blocks between none and all
 
 Chosen = tuple[Setting, Candidate]
 Planner = Callable[[Setting, Counters, Sequence[Mesh] | None], list[Candidate]]
+Unlimited = Callable[[Setting, Sequence[Mesh] | None], Candidate]
 
 
 def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, plan: Planner) -> Chosen:
-    """See the module. Raises InsufficientMemoryError where nothing fits, PlanError where there is no program."""
-    graph = setting.graph
+    """See the module. counters: get the time of all that is planned, and what is told of the one that is chosen. Raises InsufficientMemoryError where
+    nothing fits, PlanError where there is no program."""
     free = roomy(setting, counters, meshes, plan)
     if free.fits:
-        return _as_chosen(setting, free)
-    lean = replace(setting, graph=with_blocks(graph, _most(graph)))
-    told, found = [counters], list[Chosen]()
+        return as_chosen(setting, free)
+    told: list[Counters] = []
+    found: list[tuple[Setting, Candidate, Counters]] = []
 
-    def limited(own: Setting) -> None:
+    def unlimited(own: Setting, on: Sequence[Mesh] | None) -> Candidate:
         told.append(Counters())
-        found.extend(_as_chosen(own, c) for c in plan(own, told[-1], meshes)[:1])
+        best = roomy(own, told[-1], on, plan)
+        if best.fits:
+            found.append((own, best, told[-1]))
+        return best
+
+    def limited(own: Setting) -> InsufficientMemoryError | None:
+        told.append(Counters())
+        try:
+            found.append((own, plan(own, told[-1], meshes)[0], told[-1]))
+        except InsufficientMemoryError as error:
+            return error
+        return None
 
     failure: InsufficientMemoryError | None = None
-    thrifty = roomy(lean, apart := Counters(), meshes, plan)
-    told.append(apart)
-    if thrifty.fits:
-        found += [_as_chosen(lean, thrifty), *_with_fewer(setting, free, thrifty, told, plan)]
+    full: list[tuple[float, Setting]] = []
+    for most, graph in _thrifty(setting.graph):
+        own = replace(setting, graph=graph)
+        best = unlimited(own, meshes)
+        if best.fits:
+            _with_fewer(setting, most, free, best, unlimited)
+            break
+        full.append((_fullest(best), own))
     else:
-        try:
-            limited(lean)
-        except InsufficientMemoryError as error:
-            failure = error
-    try:
-        limited(replace(setting, above=min((best.cost for _, best in found), default=setting.above)))
-    except InsufficientMemoryError as error:
-        failure = failure or error
-    for other in told[1:]:
-        counters.include(other)
+        for _, own in sorted(full, key=itemgetter(0)):
+            failure = limited(own)
+            if failure is None:
+                break
+    failure = limited(setting) or failure
     if not found:
         assert failure is not None
         raise failure
-    chosen = min(found, key=lambda one: one[1].time)
-    counters.search.gap = chosen[1].gap
-    return chosen
+    own, best, of_best = min(found, key=lambda one: one[1].time)
+    for other in told:
+        counters.include(other)
+    counters.views, counters.tried, counters.search.gap = of_best.views, of_best.tried, best.gap
+    return as_chosen(own, best)
 
 
 def any_that_fits(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, plan: Planner) -> Chosen:
-    """With as many blocks computed again as saves anything or, where that does not fit, with none. Raises as `fastest`."""
-    lean = replace(setting, graph=with_blocks(setting.graph, _most(setting.graph)))
+    """With all blocks computed again or, where that does not fit, with none. Raises as `fastest`."""
+    lean = replace(setting, graph=with_blocks(setting.graph))
     with suppress(InsufficientMemoryError):
-        return _as_chosen(lean, plan(lean, counters, meshes)[0])
-    return _as_chosen(setting, plan(setting, counters, meshes)[0])
+        return as_chosen(lean, plan(lean, counters, meshes)[0])
+    return as_chosen(setting, plan(setting, counters, meshes)[0])
 
 
-def _most(graph: Graph) -> int:
-    """As many blocks as it saves anything to compute again: all but the last one, whose backward comes first, when what it would keep is needed."""
-    number = most_blocks(graph)
-    return number - 1 if with_blocks(graph, number - 1) is not graph else number
+def as_chosen(setting: Setting, best: Candidate) -> Chosen:
+    """A candidate and its setting, with the segments that it has."""
+    return replace(setting, graph=best.theory.graph), best
+
+
+def _thrifty(graph: Graph) -> list[tuple[int, Graph]]:
+    """The graph with as many blocks computed again as may save anything, and how many: all but the last one, whose backward comes first, when what it
+    would keep is needed; and all of them, for what comes after the last one may need more memory than any block."""
+    most = most_blocks(graph)
+    several = ((number, with_blocks(graph, number)) for number in (most - 1, most))
+    return [(number, own) for number, own in several if own is not graph]
 
 
 def roomy(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, plan: Planner) -> Candidate:
@@ -91,34 +112,22 @@ def roomy(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, p
     return replace(found, costs=found.costs.changed(cluster=setting.cluster))
 
 
-def _with_fewer(setting: Setting, free: Candidate, thrifty: Candidate, told: list[Counters], plan: Planner) -> list[Chosen]:
-    """With fewer blocks than all, which fit; on the view that is best with all of them. As many as bytes say, first: peaks are nearly linear."""
-    none, every = 0, _most(setting.graph)
-    needs, least = _fullest(free), _fullest(thrifty)
-    found: list[Chosen] = []
+def _with_fewer(setting: Setting, most: int, free: Candidate, thrifty: Candidate, unlimited: Unlimited) -> None:
+    """Looks with fewer than `most` blocks for what fits, on the view that is best with these: first with as many as bytes say, as peaks are nearly
+    linear."""
+    none, needs, least = 0, _fullest(free), _fullest(thrifty)
     for _ in range(TRIES):
-        if every - none < 2:
+        if most - none < 2:
             break
-        number = min(max(none + ceil((every - none) * (needs - 1) / max(needs - least, 1e-9)), none + 1), every - 1)
-        own = replace(setting, graph=with_blocks(setting.graph, number))
-        if own.graph is setting.graph:  # so few save nothing
-            none = number
-            continue
-        told.append(Counters())
-        best = roomy(own, told[-1], [thrifty.mesh], plan)
+        number = min(max(none + ceil((most - none) * (needs - 1) / max(needs - least, 1e-9)), none + 1), most - 1)
+        graph = with_blocks(setting.graph, number)
+        best = unlimited(replace(setting, graph=graph), [thrifty.mesh]) if graph is not setting.graph else free  # so few may save nothing
         if best.fits:
-            found.append(_as_chosen(own, best))
-            every, least = number, _fullest(best)
+            most, least = number, _fullest(best)
         else:
             none, needs = number, _fullest(best)
-    return found
 
 
 def _fullest(candidate: Candidate) -> float:
     """The peak of the fullest device, of what may be used there."""
     return float((candidate.peak / np.asarray(candidate.exact.capacity)).max())
-
-
-def _as_chosen(setting: Setting, best: Candidate) -> Chosen:
-    """With the segments that it has."""
-    return replace(setting, graph=best.theory.graph), best

@@ -208,6 +208,19 @@ def test_less_memory_makes_no_plan_faster() -> None:
     assert times == sorted(times)
 
 
+def test_the_error_says_what_there_really_is() -> None:
+    """However far from enough it is: a mistyped unit."""
+    with pytest.raises(InsufficientMemoryError, match=r"KiB there .* and 270 B is free"):
+        plan("auto", 300)
+
+
+def test_what_is_told_of_the_search_is_of_the_plan_that_was_chosen() -> None:
+    for part in (0.9, 0.7):
+        found = on_links("300 MB/s", "auto", part)
+        assert [view["time"] for view in found.statistics["tried"]] == [found.iteration_time]
+        assert found.statistics["views"] == ("flat",)
+
+
 # ---- what users say ----------------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +263,7 @@ def test_a_further_program_may_need_blocks_where_the_first_did_not() -> None:
     first = plan("auto", round(1.05 * plan("none").memory[0] / 0.9))
     large = graph(32)
     longer = extend(first, large, key_of(large))
-    assert [chosen_blocks(g) > 0 for g in longer.graphs.values()] == [False, True]
+    assert [chosen_blocks(g) for g in longer.graphs.values()] == [0, LAYERS - 1]
     longer.verify()
 
 

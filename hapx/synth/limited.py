@@ -41,11 +41,10 @@ class Priced:
     prices: Vector
 
 
-def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, start: Vector | None = None, worth: float = inf) -> Priced:
+def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, start: Vector | None = None) -> Priced:
     """search: prices -> (the best state at these prices, relative gap of its proof). cheapest: the best one without limits, which does not
-    fit. start: prices to begin with. worth: seconds; ends once it is proven that all that fits takes more. Ends without a state where all that fit
-    would take more than `HOPELESS` times as long as without limits, or where memory is too scarce to tell: at prices beside which time hardly
-    counts."""
+    fit. start: prices to begin with. Ends without a state where all that fit would take more than `HOPELESS` times as long, or where memory is too
+    scarce to tell: at prices beside which time hardly counts."""
     low, high = [0.0] * len(limits), [inf] * len(limits)
     first = [cheapest.estimate / limit if used > limit else 0.0 for used, limit in zip(cheapest.memory, limits, strict=True)]
     prices = tuple(start) if start is not None and any(start) else tuple(first)
@@ -62,8 +61,7 @@ def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, s
         _narrow(prices, state.memory, limits, low, high)
         closed = all(h <= low[k] * CLOSE or h < NEGLIGIBLE * cheapest.estimate / limits[k] for k, h in enumerate(high) if h < inf or low[k])
         scarce = found.best is None and all(p * n >= dominant for p, used, n in zip(prices, state.memory, limits, strict=True) if used > n)
-        proven = found.cost * (1 - tolerance) <= bound or bound > min(worth, HOPELESS * cheapest.estimate)
-        if scarce or proven or (found.best is not None and closed):
+        if scarce or found.cost * (1 - tolerance) <= bound or bound > HOPELESS * cheapest.estimate or (found.best is not None and closed):
             break
         prices = tuple(_price(*of_kind, cheapest.estimate) for of_kind in zip(prices, state.memory, limits, low, high, strict=True))
     return found

@@ -97,18 +97,17 @@ def _domain(problem: Problem, shares: Shares) -> Synthesis:
 
 def attempt(
     problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None, budget: int | None = BUDGET,
-    above: float = inf, known: float = inf, worth: float = inf,
+    above: float = inf, known: float = inf,
 ) -> tuple[Solution | None, tuple[Solution, ...]]:  # fmt: skip
     """As `solve`, with what other ratios may make fit where memory binds: the cheapest program, and the one of least memory if nothing was found.
     budget: small problems where memory binds are searched to the end with it; None: only with prices of memory, and shortly. above: seconds; nothing
     at all where the bound says that every program takes more. known: seconds of a program at other shares; where the bound says that every program
-    takes more than that, a good one will do: it is wanted for the ratios that it leads to. worth: seconds; where memory binds, nothing at all where
-    what fits takes more."""
+    takes more than that, a good one will do: it is wanted for the ratios that it leads to."""
     statistics = Statistics()
     domain = _domain(problem, shares)
     problem.asked = None
     start = domain.start()
-    if start is not None and start.estimate > min(above, worth):
+    if start is not None and start.estimate > above:
         return None, ()
     far = start is not None and start.estimate > known
     best = _search(domain, statistics, budget=SHORT if far else BUDGET, wide=not far)
@@ -118,11 +117,10 @@ def attempt(
     cheapest = solution(problem, best, best.estimate, key, statistics)
     if limits is None or all(map(le, best.memory, limits)):
         return cheapest, ()
-    found, least = _limited(problem, shares, limits, key, best, prices, statistics, budget, worth)
+    found, least = _limited(problem, shares, limits, key, best, prices, statistics, budget)
     if found is not None:
         return found, (cheapest,)
-    if least is None:
-        return None, ()
+    assert least is not None, "found by prices of memory"
     if least.cost > 1:
         return None, (cheapest, least)
     # whatever fits is slow
@@ -134,10 +132,10 @@ def attempt(
 
 def _limited(
     problem: Problem, shares: Shares, limits: Vector, key: ProgramKey, cheapest: State, prices: Vector | None, statistics: Statistics,
-    budget: int | None, worth: float,
+    budget: int | None,
 ) -> tuple[Solution | None, Solution | None]:  # fmt: skip
-    """The cheapest program that fits, None where none was found; and, where prices of memory led to none, the one of least memory. Neither where all
-    that fits takes more than `worth`. `cheapest` does not fit."""
+    """The cheapest program that fits, None where none was found; and, where prices of memory led to none, the one of least memory. `cheapest` does
+    not fit."""
 
     def priced(at: Vector) -> tuple[State | None, float]:
         own = Statistics()
@@ -147,10 +145,8 @@ def _limited(
         return found, gap
 
     small = budget is not None and len(problem.steps) <= EXACT
-    found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices, worth)
+    found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices)
     best, cost, least = found.best, found.cost, None
-    if found.bound > worth:
-        return None, None
     if best is None:
         least = least_memory(problem, shares, limits, key, SHORT if budget is None else BUDGET)
         if least.cost > 1:
@@ -158,9 +154,7 @@ def _limited(
     exact = None
     if small:
         with suppress(Crowded):
-            exact = _with_memory(problem, shares, limits, found.prices, best, cost, statistics, budget, worth)
-            if exact is None and worth < inf:
-                return None, None
+            exact = _with_memory(problem, shares, limits, found.prices, best, cost, statistics, budget)
     if exact is not None:
         best, cost = exact, exact.estimate
     elif best is not None:
@@ -170,24 +164,21 @@ def _limited(
 
 def _with_memory(
     problem: Problem, shares: Shares, limits: Vector, prices: Vector | None, best: State | None, cost: float, statistics: Statistics,
-    budget: int | None, worth: float,
+    budget: int | None,
 ) -> State | None:  # fmt: skip
-    """The search with bytes as part of the state. best: what prices found, of that many seconds; None: the program of least memory begins. Out: None
-    where nothing takes less than `worth`. Raises Crowded."""
+    """The search with bytes as part of the state. best: what prices found, of that many seconds; None: the program of least memory begins.
+    Raises Crowded."""
     domain = Synthesis(problem, shares, limits, prices=prices)
-    if best is None:
-        best = domain.follow(problem.programs[0])
-        cost = best.estimate if best is not None else cost
-    known = best
     if best is not None:  # as an incumbent: with its seconds alone
-        seconds = min(cost, worth)
-        known = best = State(best.level, best.place, seconds, best.forward, best.backward, best.memory, seconds, seconds, best.parent, best.move)
+        best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, cost, best.parent, best.move)
+    else:
+        best = domain.follow(problem.programs[0])
     own = Statistics()
     best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch))
     best = _widened(domain, own, best, WIDEST[len(problem.theory.mesh.axes) > 1], TOLERANCE)
     statistics.gap = 0.0  # that of the program without limits
     statistics.add(own)
-    return best if best is not known or cost <= worth else None
+    return best
 
 
 def least_memory(problem: Problem, shares: Shares, limits: Vector, key: ProgramKey, budget: int = BUDGET) -> Solution:
