@@ -51,15 +51,17 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None,
             found.append((own, best, told[-1]))
         return best
 
-    def limited(own: Setting) -> InsufficientMemoryError | None:
+    failures: list[InsufficientMemoryError] = []
+
+    def limited(own: Setting) -> bool:
         told.append(Counters())
         try:
             found.append((own, plan(own, told[-1], meshes)[0], told[-1]))
         except InsufficientMemoryError as error:
-            return error
-        return None
+            failures.append(error)
+            return False
+        return True
 
-    failure: InsufficientMemoryError | None = None
     full: list[tuple[float, Setting]] = []
     for most, graph in _thrifty(setting.graph):
         own = replace(setting, graph=graph)
@@ -69,14 +71,10 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None,
             break
         full.append((_fullest(best), own))
     else:
-        for _, own in sorted(full, key=itemgetter(0)):
-            failure = limited(own)
-            if failure is None:
-                break
-    failure = limited(setting) or failure
+        any(limited(own) for _, own in sorted(full, key=itemgetter(0)))
+    limited(setting)
     if not found:
-        assert failure is not None
-        raise failure
+        raise failures[0]  # where least is lacking
     own, best, of_best = min(found, key=lambda one: one[1].time)
     for other in told:
         counters.include(other)

@@ -209,9 +209,12 @@ def test_less_memory_makes_no_plan_faster() -> None:
 
 
 def test_the_error_says_what_there_really_is() -> None:
-    """However far from enough it is: a mistyped unit."""
-    with pytest.raises(InsufficientMemoryError, match=r"KiB there .* and 270 B is free"):
+    """However far from enough it is (a mistyped unit); and what is lacking where as many blocks as there are are computed again."""
+    with pytest.raises(InsufficientMemoryError, match=r"KiB there .* and 270 B is free") as auto:
         plan("auto", 300)
+    with pytest.raises(InsufficientMemoryError) as none:
+        plan("none", 300)
+    assert 0 < auto.value.needs[0] < 0.8 * none.value.needs[0]
 
 
 def test_what_is_told_of_the_search_is_of_the_plan_that_was_chosen() -> None:
