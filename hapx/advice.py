@@ -31,7 +31,7 @@ def advised(error: InsufficientMemoryError, setting: Setting, attempt: Attempt, 
     larger = _larger(error, setting, attempt)
     found = [*_alternatives(setting, attempt), *more(), *([larger] if larger is not None else ())]
     hint = f"what fits: {', or '.join(found)}" if found else "no single change that was tried fits: use more devices or a smaller model"
-    return InsufficientMemoryError(error.what, where=error.where, allowed=error.allowed, hint=hint, needs=error.needs)
+    return InsufficientMemoryError(error.what, where=error.where, allowed=error.allowed, hint=hint, needs=error.needs, times=error.times)
 
 
 def _alternatives(setting: Setting, attempt: Attempt) -> Iterator[str]:

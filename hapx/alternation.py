@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import islice
 from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any, Literal
@@ -34,12 +36,13 @@ from hapx.lower import Candidate
 from hapx.plan import Plan, ProgramKey
 from hapx.progress import Teller, Watcher
 from hapx.restriction import AUTO, BASELINES, Restriction
+from hapx.squeezing import Squeezing, Tight
 from hapx.starts import carried, further, kept_otherwise, where_memory_binds
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import BUDGET, EXACT, LONG, attempt, least, least_memory
+from hapx.synth.search import BUDGET, EXACT, LONG, attempt, least
 from hapx.synth.writer import Solution
 from hapx.theory.triple import Theory
 
@@ -50,6 +53,8 @@ HOPELESS = 1.5  # what costs that much more than the best of the others at its f
 CORRECTIONS = 4  # searches at most for one program whose peak fits
 FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
 FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
+VERY_FEW_STEPS = 30  # of one for which the least memory is looked for from many starts
+MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not believed to be that far from the true one
 MUCH = 20_000  # partial programs, after which a problem is not also searched as strategies by name:
 BY_NAME = ("tensor-parallel", "zero")
 
@@ -201,12 +206,41 @@ class Alternation:
             if failure is None and self.rejected is None:
                 self.hopeless = away
                 return
-            raise failure or self.fitting.too_small(*self.rejected)  # type: ignore[misc]
+            self._squeeze(known)
         segments = self.setting.graph.segments > 1 and not self.setting.given
         if self.free and (self.setting.start is None or segments) and self.small:
             self._further(known)
             if self.prices is not None and not (segments or self.setting.given or self.setting.within):
                 self._by_name(known)
+
+    def _squeeze(self, known: float) -> None:
+        """Where nothing was found that fits: the program and the lengths of the least peak, if they fit, and what is found from there. Raises
+        InsufficientMemoryError."""
+        tight = self.tightest
+        candidate = self._keep(tight.solution, self._goal(tight.solution), tight.lengths, tight.ratios)
+        if candidate is None:
+            raise self.fitting.too_small(tight.solution, tight.lengths)
+        with suppress(InsufficientMemoryError):  # the candidate fits
+            self._alternate(dict(tight.ratios), known, tight.lengths, limits=self.fitting.limits)
+
+    @cached_property
+    def tightest(self) -> Tight:
+        """What fits into least memory."""
+        return Squeezing(self.problem, self.fitting, self._goal, self._lengths, free=self.free, fixed=self.fixed).tightest(self._starts_tight())
+
+    def _starts_tight(self) -> Iterator[dict[Row, Vector]]:
+        """Where that is looked for."""
+        yield from self._starts()
+        if self.free and self.setting.start is None:
+            speeds = np.asarray(self.costs.speeds)
+            several = where_memory_binds(speeds, self.sizes, self.fitting.capacity, lambda: speeds)
+            for compute, storage in several if len(self.problem.steps) <= VERY_FEW_STEPS else islice(several, 2, 3):
+                yield {r: storage if r.kind == "storage" else compute for r in self.rows}
+
+    def fits(self) -> InsufficientMemoryError | None:
+        """Whether a program fits; the error if none was found."""
+        tight = self.tightest
+        return self.fitting.too_small(tight.solution, tight.lengths) if tight.part > 1 else None
 
     def _least_times(self, ratios: Mapping[Row, Vector], known: float) -> float:
         """How many times `known` seconds of a program of another view every program at these ratios takes, at least: where that is hopeless, even if
@@ -397,14 +431,14 @@ class Alternation:
 
     def _alternate(
         self, ratios: dict[Row, Vector], known: float, given: Mapping[Cut, tuple[int, ...]] | None = None, above: float = inf,
-        most: int = MAX_ALTERNATIONS,
+        most: int = MAX_ALTERNATIONS, limits: Vector | None = None,
     ) -> None:  # fmt: skip
         """Adds what it meets to `found`. given: lengths that are not rounded from the ratios. above: a first program that takes more is not looked
-        for. most: rounds. Raises InsufficientMemoryError if no program fits at any ratios that were tried."""
+        for. most: rounds. limits: for sums, to begin with. Raises InsufficientMemoryError if no program fits at any ratios that were tried."""
         lengths = self._lengths(ratios) | {c: own for c, own in (given or {}).items() if c in self.problem.cuts}
         kept: list[float] = []
         why = "too small"
-        self.fitting.reset()
+        self.fitting.reset(limits)
         try:
             why = self._run(ratios, lengths, known, kept, above, most)
         finally:
@@ -439,10 +473,7 @@ class Alternation:
             balanced = self._balanced([solution, *others] if solution is not None else others, ratios) if self.free else None
             self.counters.balance_time += time.perf_counter() - began
             if balanced is None and best == inf:
-                least = others[-1] if others else None
-                if least is None or self.budget is not None:  # of a further start nobody reads how much is lacking
-                    least = least_memory(self.problem, self.costs.lengths_to_shares(lengths), self.limits, self.setting.key)
-                raise self.fitting.too_small(least, lengths)
+                raise InsufficientMemoryError("no program fits at these ratios")  # how much is lacking, `_squeeze` says
             before = best
             if balanced is not None:
                 ratios, lengths, candidate = balanced
@@ -494,7 +525,7 @@ class Alternation:
         shares, spare = self.costs.lengths_to_shares(lengths), None
         others: tuple[Solution, ...] = ()
         for _ in range(CORRECTIONS):
-            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known)
+            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known, self._possible)
             for solution in (found,) if found is not None else others:
                 self.counters.search.add(solution.statistics)
             if found is not None:
@@ -509,6 +540,10 @@ class Alternation:
                 if better is others[0]:
                     break
         return spare, others
+
+    def _possible(self) -> bool:
+        """Whether it is worth while to look for a program that fits."""
+        return bool(self.found) or self.tightest.part <= MAY_FIT
 
     def _rounded(self, goal: Objective, lengths: Lengths) -> Lengths:
         """Lengths after rounding, made to fit, then improved where units are few."""

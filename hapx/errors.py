@@ -6,6 +6,7 @@ Every message says what is wrong and where, what would be allowed, and what to d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 
 class HapError(Exception):
@@ -45,13 +46,15 @@ class PlanError(HapError):
 
 
 class InsufficientMemoryError(HapError):
-    """No program of the search space fits into the devices' memory. needs: bytes by device, of the program of least memory where they do not fit."""
+    """No program of the search space fits into the devices' memory. needs: bytes by device, of the program of least memory where they do not fit;
+    times: how many times as much as there is its fullest device needs."""
 
     def __init__(
-        self, what: str, *, where: str | None = None, allowed: str | None = None, hint: str | None = None, needs: Mapping[int, float] | None = None
-    ):
+        self, what: str, *, where: str | None = None, allowed: str | None = None, hint: str | None = None, needs: Mapping[int, float] | None = None,
+        times: float = inf,
+    ):  # fmt: skip
         super().__init__(what, where=where, allowed=allowed, hint=hint)
-        self.needs = dict(needs or {})
+        self.needs, self.times = dict(needs or {}), times
 
 
 class LaunchError(HapError):

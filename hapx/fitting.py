@@ -37,9 +37,9 @@ class Fitting:
         self.strict = strict
         self._spared: Vector = (0.0 if strict else SPARED) * self.capacity
 
-    def reset(self) -> None:
-        """As if no program had been looked at."""
-        self.limits: Vector = self.capacity.copy()
+    def reset(self, limits: Vector | None = None) -> None:
+        """As if no program had been looked at; or with limits that one has shown."""
+        self.limits: Vector = self.capacity.copy() if limits is None else limits
 
     def correct(self, solution: Solution | Candidate, total: Vector, lengths: Lengths) -> bool:
         """Whether the peak fits; the limits become those that this program would have needed. total: the program's sum at the lengths; where that is
@@ -50,9 +50,9 @@ class Fitting:
         self.limits = np.maximum(self.capacity + total - highest, 0.01 * self.capacity)
         return bool((highest <= self.capacity * (1 + 1e-9)).all())
 
-    def peak(self, solution: Solution | Candidate, lengths: Lengths) -> tuple[Vector, Peak]:
-        """Bytes per kind (of its fullest device), and the peak at the exact lengths."""
-        exact = self.costs.at_lengths(lengths)
+    def peak(self, solution: Solution | Candidate, lengths: Lengths, exact: CostModel | None = None) -> tuple[Vector, Peak]:
+        """Bytes per kind (of its fullest device), and the peak at the exact lengths. exact: the costs there, if they are known."""
+        exact = exact or self.costs.at_lengths(lengths)
         found = peak(solution.program, self.theory.graph, exact, solution.storage_of)
         total = all_in_flight(found, exact)
         of_coordinate = {c: float(total[k]) for k, kind in enumerate(exact.kinds) for c in kind}
@@ -71,4 +71,5 @@ class Fitting:
             f"no program fits: the smallest needs {needs} there ({moment}) and {has} is free; {lack} lack",
             where=f"device{'s' if len(devices) > 1 else ''} {', '.join(map(str, devices))}",
             needs={d: highest[k] for k, own in enumerate(self.costs.view.devices) for d in own if highest[k] > self.capacity[k]},
+            times=float(highest[kind] / self.capacity[kind]),
         )

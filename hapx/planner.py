@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from hapx.overlap import overlapped
 from hapx.plan import Axis, Mesh, Plan, ProgramKey
 from hapx.processes import without_collections
 from hapx.progress import Teller, Watcher
-from hapx.recompute import any_that_fits, as_chosen, fastest
+from hapx.recompute import as_chosen, fastest
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import iteration_time
 from hapx.synth.forbidden import NOTHING
@@ -133,7 +134,7 @@ def plan_spmd(
         counters.views.append(mesh.name)
         counters.tried.append(outcome)
     if not found:
-        raise next((f for f in failures if isinstance(f, InsufficientMemoryError)), failures[0])
+        raise min((f for f in failures if isinstance(f, InsufficientMemoryError)), key=attrgetter("times"), default=failures[0])
     timed = Simulated(counters)
     ranked = _ranked(found, old, timed)
     hiding = _overlapped(setting, alternations, ranked, timed, counters)
@@ -288,27 +289,32 @@ def plan_graphs(
     return plan
 
 
-def _with_remat(
-    setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, *, quick: bool = False
-) -> tuple[Setting, Candidate]:  # fmt: skip
+def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> tuple[Setting, Candidate]:
     """The best candidate, and its setting, with the segments that it has: with blocks computed again in backward where the restriction says so, or
-    where memory binds and that is faster. quick: any that fits."""
+    where memory binds and that is faster."""
     remat = setting.rule.remat
     blocks = with_blocks(setting.graph) if remat != "none" and setting.graph.mode == "train" else setting.graph
     if remat == "auto" and blocks is not setting.graph:
-        return (any_that_fits if quick else fastest)(setting, counters, meshes, plan_spmd)
+        return fastest(setting, counters, meshes, plan_spmd)
     return as_chosen(setting, plan_spmd(replace(setting, graph=blocks), counters, meshes)[0])
 
 
 def fits_somehow(setting: Setting) -> InsufficientMemoryError | None:
-    """Whether a setting can be planned on the flat mesh (or the one it names): the error if it cannot."""
-    try:
-        _with_remat(setting, Counters(), views(setting.cluster, setting.rule)[:1], quick=True)
-    except InsufficientMemoryError as error:
-        return error
-    except PlanError as error:
-        return InsufficientMemoryError(error.what)
-    return None
+    """Whether a program of a setting fits on the flat mesh (or the one it names): the error if none was found."""
+    mesh, remat = views(setting.cluster, setting.rule)[0], setting.rule.remat
+    blocks = with_blocks(setting.graph) if remat != "none" and setting.graph.mode == "train" else setting.graph
+    failures: list[InsufficientMemoryError] = []
+    for graph in (blocks, setting.graph) if remat == "auto" and blocks is not setting.graph else (blocks,):
+        counters = Counters()
+        told = Teller(setting.progress, counters.search, mesh.name, 1, 1, inf)
+        try:
+            error = Alternation(replace(setting, graph=graph, old=None), derive(graph, mesh), counters, told).fits()
+        except PlanError as failure:
+            error = InsufficientMemoryError(failure.what)
+        if error is None:
+            return None
+        failures.append(error)
+    return min(failures, key=attrgetter("times"))
 
 
 @without_collections()

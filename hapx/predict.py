@@ -109,7 +109,7 @@ class Staged:
     def _stage_memory(self, stage: int, repeats: int, kept: int, ahead: int) -> dict[int, int]:
         best, exact = self.candidates[stage], self.exact(stage, repeats, kept)
         found = dict(zip(sorted(best.mesh.devices), memory(best, exact), strict=True))
-        received = LocalSizes(best.program, best.theory.graph, exact, best.storage_of).received()
+        received = LocalSizes(best.mesh, best.theory.graph, exact, best.storage_of).received()
         for devices, size in zip(exact.view.devices, received, strict=True):
             for device in devices:
                 found[device] += round(ahead * float(size))

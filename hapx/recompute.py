@@ -13,10 +13,9 @@ Recomputing costs a part of forward, sharded parameters cost communication: whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from math import ceil
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -74,20 +73,12 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None,
         any(limited(own) for _, own in sorted(full, key=itemgetter(0)))
     limited(setting)
     if not found:
-        raise failures[0]  # where least is lacking
+        raise min(failures, key=attrgetter("times"))
     own, best, of_best = min(found, key=lambda one: one[1].time)
     for other in told:
         counters.include(other)
     counters.views, counters.tried, counters.search.gap = of_best.views, of_best.tried, best.gap
     return as_chosen(own, best)
-
-
-def any_that_fits(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, plan: Planner) -> Chosen:
-    """With all blocks computed again or, where that does not fit, with none. Raises as `fastest`."""
-    lean = replace(setting, graph=with_blocks(setting.graph))
-    with suppress(InsufficientMemoryError):
-        return as_chosen(lean, plan(lean, counters, meshes)[0])
-    return as_chosen(setting, plan(setting, counters, meshes)[0])
 
 
 def as_chosen(setting: Setting, best: Candidate) -> Chosen:

@@ -137,6 +137,16 @@ def balance(goal: Objective, sizes: Sequence[int], capacity: Vector | None, star
     return _Model(goal, tuple(sizes), rows, fixed or {}, start).solve(capacity)
 
 
+def least_full(goal: Objective, sizes: Sequence[int], limits: Vector, start: Ratios, fixed: Shares | None = None) -> dict[Row, Vector]:
+    """The ratios at which memory takes the least part of a device kind's limit (bytes), the largest over kinds. Else as `balance`."""
+    rows = tuple(dict.fromkeys(c.row for c in goal.cuts if c not in (fixed or {})))
+    if not rows:
+        return dict(start)
+    found = _Model(goal, tuple(sizes), rows, fixed or {}, start).least_full(limits)
+    assert found is not None, "any ratios will do"
+    return found
+
+
 class _Model:
     """Sparse rows of the linear program. Times are in units of the time at the start, so that the solver's tolerances fit."""
 
@@ -156,6 +166,17 @@ class _Model:
         self._phases()
         if capacity is not None:
             self._memory(capacity)
+        return self._solved()
+
+    def least_full(self, limits: Vector) -> dict[Row, Vector] | None:
+        """See `hapx.balancer.lp.least_full`."""
+        top = self._variable(1.0)
+        for kind in range(self.kinds):
+            self._values = {}  # memory is in units of this kind's limit
+            self._at_least(top, *self._sum(self.goal.memory_terms, kind, float(limits[kind])))
+        return self._solved()
+
+    def _solved(self) -> dict[Row, Vector] | None:
         a, b = self._matrix(self.entries, len(self.upper)), np.array(self.upper)
         equal = [(i, self.column[r, j], float(n)) for i, r in enumerate(self.rows) for j, n in enumerate(self.sizes)]
         result = linprog(

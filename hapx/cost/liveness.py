@@ -22,26 +22,15 @@ from itertools import pairwise
 import numpy as np
 
 from hapx.cost.buckets import Buckets, Key, Use
-from hapx.cost.compute import differentiable, is_view
+from hapx.cost.footprints import Call, Route, call_of, route_of
 from hapx.cost.heap import Heap, Place, Record, Repeat, Storage, Stretch, moved
 from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
-from hapx.cost.on_cpu import kept_on_cpu, temporaries_on_cpu
 from hapx.cost.rounds import Folded, short, whole
 from hapx.cost.terms import Vector
-from hapx.cost.transients import (
-    Sizes,
-    backward_temporaries,
-    forward_temporaries,
-    kept_inside,
-    kept_names,
-    passes_cotangent,
-    reordered,
-)  # fmt: skip
-from hapx.ir import FLOATING, Graph, Kind, Node, OpCall, TensorRef
+from hapx.ir import FLOATING, Graph, Kind, Node, OpCall
 from hapx.plan import Communication, Program, Triple
-from hapx.states import REPLICATED, Invariant, Placement, Replicated
-from hapx.transposes import TRANSPOSES
+from hapx.states import Placement
 
 
 @dataclass(frozen=True)
@@ -83,49 +72,12 @@ def while_running(found: Peak, exact: CostModel) -> Vector:
     return found.running + found.left if exact.repeats > 1 else found.running
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What a call does to memory, by places among its outputs and operands, in that order; bytes per kind. view: its outputs share the storage of the
-    first operand. keeps: places of what autograd keeps, None where no gradient flows; inside: what it keeps beside them. forward, backward:
-    temporaries. hands_on: of each operand, whether its cotangent is that of the output. wanted: operands that need a cotangent."""
-
-    view: bool
-    keeps: tuple[int, ...] | None
-    inside: Vector | None
-    forward: Vector | None
-    backward: Vector | None
-    hands_on: tuple[bool, ...]
-    wanted: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Hop:
-    """A step of a conversion: the operations of its two directions ("none": nothing is done), what they make, and their buffers. freed: backward
-    gathers again what forward makes."""
-
-    forward: str
-    made: Vector
-    buffers: Vector
-    freed: bool
-    backward: str
-    made_back: Vector
-    buffers_back: Vector
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """How a conversion goes. axes: those along which a stored parameter enters the synchroniser; hops: the other steps."""
-
-    axes: tuple[int, ...]
-    hops: tuple[_Hop, ...]
-
-
 class _Walk:
     """Properties are numbered: everything is asked for by them, instruction after instruction. What alike instructions do is found once."""
 
     def __init__(self, program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement], short: Folded):
         self.program, self.graph, self.exact, self.stored, self.short = program, graph, exact, stored, short
-        self.sizes = LocalSizes(program, graph, exact, stored)
+        self.sizes = LocalSizes(program.mesh, graph, exact, stored)
         self.training = exact.mode == "train"
         self.triples = [program.instructions[k].triple for k in short.instructions]
         numbered = program.numbered
@@ -146,8 +98,8 @@ class _Walk:
         self.tokens: Counter[int] = Counter()  # by storage: how often backward still asks for what it gathers again
         self.regathered: dict[int, Storage] = {}
         self.enters: dict[Key, int] = {}  # a stored parameter, and axes along which it enters the synchroniser -> its first instruction
-        self.calls: dict[int, _Call] = {}  # by form, as those of conversions
-        self.routes: dict[tuple[int, bool, tuple[int, ...]], _Route] = {}
+        self.calls: dict[int, Call] = {}  # by form, as those of conversions
+        self.routes: dict[tuple[int, bool, tuple[int, ...]], Route] = {}
         self.regions = self._regions()
         self.spans = _between(self.regions, len(self.triples)) if self.regions else short.spans
         self.taken: dict[int, list[Storage]] = {}
@@ -263,33 +215,12 @@ class _Walk:
                 record.kept.append(self.heap.new(does.inside))
         self.heap.note((f"forward of {node.call.op} {{}}", self.post[k][0]), does.forward)
 
-    def _does(self, triple: Triple, body: OpCall) -> _Call:
+    def _does(self, triple: Triple, body: OpCall) -> Call:
         form = self.exact.form(triple)
         if form not in self.calls:
             assert triple.node is not None
-            self.calls[form] = self._look_at(triple, body, self.graph.nodes[triple.node])
+            self.calls[form] = call_of(triple, body, self.graph.nodes[triple.node], self.sizes)
         return self.calls[form]
-
-    def _look_at(self, triple: Triple, body: OpCall, node: Node) -> _Call:
-        graph, places = self.graph, triple.placements
-        keeps, inside = None, None
-        if differentiable(graph, node):
-            at = {p.tensor: place for place, p in enumerate((*triple.post, *triple.pre))}
-            keeps = tuple(at[name] for name in dict.fromkeys(kept_names(graph, node, body)) if name in at)
-            size = self.sizes.sum(kept_inside(graph, node, body), places) + self.sizes.cpu * self.sizes.sum(kept_on_cpu(graph, node, places), places)
-            inside = size if size.any() else None
-        copied = reordered(graph, node)
-
-        def temporaries(sizes: Sizes, on_cpu: Sizes) -> Vector | None:
-            return self.sizes.temporaries(sizes, on_cpu, copied, places) if sizes or on_cpu or copied else None
-
-        return _Call(
-            is_view(graph, node), keeps, inside,
-            temporaries(forward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=False)),
-            temporaries(backward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=True)),
-            tuple(passes_cotangent(graph, node, i) for i in range(len(triple.pre))),
-            tuple(i for i, p in enumerate(triple.pre) if graph.refs[p.tensor].requires_grad),
-        )  # fmt: skip
 
     def _keep(self, record: Record, storage: Storage | None) -> None:
         if storage is None:
@@ -321,31 +252,13 @@ class _Walk:
                 current = made
         variables[target] = current
 
-    def _route(self, k: int, source: int, path: tuple[Communication, ...]) -> _Route:
+    def _route(self, k: int, source: int, path: tuple[Communication, ...]) -> Route:
         ref = self.refs[source]
         stored = source in self.needs and ref.kind is Kind.PARAMETER
         key = self.exact.form(self.triples[k]), stored, ref.shape
         if key not in self.routes:
-            self.routes[key] = self._way(ref, self.properties[source].placement, path, stored)
+            self.routes[key] = route_of(ref, self.properties[source].placement, path, self.sizes, enters=stored)
         return self.routes[key]
-
-    def _way(self, ref: TensorRef, at: Placement, path: tuple[Communication, ...], stored: bool) -> _Route:
-        """How a conversion of a tensor goes from a placement on; stored: of a parameter from where it is kept (see `hapx.runtime.build`)."""
-        axes: tuple[int, ...] = ()
-        if stored:
-            axes = tuple(sorted(c.axis for c in path if c.gradient and isinstance(c.source, Invariant) and isinstance(c.target, Replicated)))
-        for axis in axes:
-            at = at.with_state(axis, REPLICATED)
-        hops, size = [], float(ref.bytes)
-        for step in path:
-            if step.axis not in axes:
-                after = at.with_state(step.axis, step.target)
-                forward, backward = TRANSPOSES[type(step.source), type(step.target)]
-                ahead, back = self.sizes.buffers(forward, ref, step, at, after), self.sizes.buffers(backward, ref, step, after, at)
-                freed = self.training and step.free and step.gradient and forward == "all_gather"
-                hops.append(_Hop(forward, self.sizes.part(after, size), ahead, freed, backward, self.sizes.part(at, size), back))
-                at = after
-        return _Route(axes, tuple(hops))
 
     # ---- backward ------------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """How many bytes the tensors of a program, their temporaries and their collectives' buffers take on every kind of devices.
 
-In: a program, its graph, a cost model at its exact lengths, placements of parameters and buffers. Out: one number per kind. Invariant: sizes are
+In: a mesh, a graph, a cost model at exact lengths, placements of parameters and buffers. Out: one number per kind. Invariant: sizes are
 those of `hapx.layout`, of the largest device of a kind where even axes leave a rest.
 """
 
@@ -30,15 +30,15 @@ from hapx.cost.transients import (
 )  # fmt: skip
 from hapx.ir import Graph, Kind, TensorRef
 from hapx.layout import axis_lengths, local_shape
-from hapx.plan import Communication, Program
+from hapx.plan import Communication, Mesh
 from hapx.states import Placement, Property, Sharded, is_recut
 
 
 class LocalSizes:
     """See above. `cpu`: per kind, whether its devices are processors."""
 
-    def __init__(self, program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]):
-        self.program, self.graph, self.exact, self.stored = program, graph, exact, stored
+    def __init__(self, mesh: Mesh, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]):
+        self.mesh, self.graph, self.exact, self.stored = mesh, graph, exact, stored
         self.lengths = exact.view.lengths or {}
         self._fractions: dict[Placement, Vector] = {}
         self.none: Vector = np.zeros(len(exact.kinds))
@@ -116,11 +116,11 @@ class LocalSizes:
         return np.array(found)
 
     def _shape(self, name: str, placements: Mapping[str, Placement], kind: tuple[int, ...]) -> tuple[int, ...]:
-        return local_shape(self.graph.refs[name].shape, placements[name], self.program.mesh.sizes, self.lengths, self._at(kind))
+        return local_shape(self.graph.refs[name].shape, placements[name], self.mesh.sizes, self.lengths, self._at(kind))
 
     def _at(self, kind: tuple[int, ...]) -> tuple[int, ...]:
         """Coordinates of a device of a kind."""
-        return tuple(kind[0] if a == self.program.mesh.uneven else 0 for a in range(len(self.program.mesh.axes)))
+        return tuple(kind[0] if a == self.mesh.uneven else 0 for a in range(len(self.mesh.axes)))
 
     def buffers(self, name: str, ref: TensorRef, step: Communication, before: Placement, after: Placement) -> Vector:
         """Temporaries of an operation that leads from `before` to `after` along the step's axis."""
@@ -137,12 +137,12 @@ class LocalSizes:
         own, whole, cut = (held, made, before) if gathers else (made, held, after)
         state = cut.states[step.axis]
         assert isinstance(state, Sharded)
-        largest = np.full_like(own, own.max()) if step.axis == self.program.mesh.uneven else own
+        largest = np.full_like(own, own.max()) if step.axis == self.mesh.uneven else own
         strided = rows_of(ref.shape, state.dim) > 1 or state.outer > 1
-        shards = Shards(own, whole, largest, self._uneven(cut, step.axis), self.program.mesh.sizes[step.axis], strided)
+        shards = Shards(own, whole, largest, self._uneven(cut, step.axis), self.mesh.sizes[step.axis], strided)
         return gather_buffers(shards, step.form) if gathers else scatter_buffers(shards, step.form)
 
     def _uneven(self, cut: Placement, axis: int) -> Vector:
         """Per kind, whether the axis cuts a tensor in unequal lengths."""
-        sizes = self.program.mesh.sizes
+        sizes = self.mesh.sizes
         return np.array([len(set(axis_lengths(cut, axis, sizes, self.lengths, self._at(kind)))) > 1 for kind in self.exact.kinds])

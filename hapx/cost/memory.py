@@ -137,6 +137,18 @@ def kept(graph: Graph) -> frozenset[str]:
     return _kept(graph, forgotten(graph))
 
 
+@once
+def kept_without_regions(graph: Graph) -> frozenset[str]:
+    """As `kept`, if nothing were computed again."""
+    return _kept(graph, frozenset())
+
+
+@once
+def kept_between_regions(graph: Graph) -> frozenset[str]:
+    """As `kept`, of what stays there while no checkpoint region is computed again."""
+    return _kept(graph, frozenset(o.name for r in checkpoints(graph) for n in graph.nodes[r.start : r.stop] for o in n.outputs))
+
+
 def _kept(graph: Graph, skipped: frozenset[str]) -> frozenset[str]:
     names: set[str] = set()
     needed = [name for node in graph.nodes if node.outputs[0].name not in skipped for name in saved(node, graph)]

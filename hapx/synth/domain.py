@@ -56,11 +56,41 @@ def moves_of(last: State) -> list[Move]:
     return moves
 
 
-class Following(NamedTuple):
+class Reached(NamedTuple):
     """The moves of a choice with the bits of a partial program that they set. effects: theirs, where there are many moves."""
 
     moves: list[tuple[Move, int]]
     effects: Effects | None
+
+
+class Following:
+    """What follows a partial program, by its level, by what of the step's slots is available, and by a choice. arrays: effects of many moves are
+    wanted."""
+
+    def __init__(self, problem: Problem, moves: Moves, *, arrays: bool):
+        self.problem, self.moves, self.arrays = problem, moves, arrays
+        self._known: list[dict[tuple[int, int], Reached]] = [{} for _ in problem.steps]
+        self._parts: dict[int, list[tuple[int, int, int]]] = {}
+
+    def __call__(self, level: int, mask: int, choice: int) -> Reached:
+        """The moves of a choice of a step where `mask` is available."""
+        known = self._known[level]
+        if (mask, choice) not in known:
+            step, kind = self.problem.steps[level], self.problem.steps[level].kind
+            masks = tuple(s.fixed if s.fixed is not None else mask >> at & s.table.full for s, at in zip(kind.slots, step.slot_shifts, strict=True))
+            found = self.moves.at(kind, masks, choice)
+            effects = Effects([m.effect for m in found]) if self.arrays and len(found) > MANY else None
+            known[mask, choice] = Reached([(m, self._made(level, m)) for m in found], effects)
+        return known[mask, choice]
+
+    def _made(self, level: int, move: Move) -> int:
+        """The bits of a partial program that a move sets."""
+        if level not in self._parts:
+            step, kind = self.problem.steps[level], self.problem.steps[level].kind
+            parts = [(o, s.table.full, at) for s, o, at in zip(kind.slots, kind.slot_offsets, step.slot_shifts, strict=True) if s.live]
+            parts += [(o, r.table.full, at) for r, o, at in zip(kind.results, kind.result_offsets, step.result_shifts, strict=True) if r.live]
+            self._parts[level] = parts
+        return sum((move.place >> o & full) << at for o, full, at in self._parts[level])
 
 
 class Synthesis:
@@ -82,8 +112,7 @@ class Synthesis:
         self.repetition: Repetition = self.bound.relaxation.repetition
         self.only: Mapping[int, Mask] | None = None  # by id of a step class, the choices that are looked at
         self.bounded = self.unfit = 0  # what was not followed: for the bound, for the limits
-        self._expanded: list[dict[tuple[int, int], Following]] = [{} for _ in problem.steps]
-        self._parts: dict[int, list[tuple[int, int, int]]] = {}
+        self._moves = Following(problem, self.moves, arrays=limits is None)
         self._left = self._least_memory() if limits is not None else []
 
     def start(self) -> State | None:
@@ -236,7 +265,7 @@ class Synthesis:
             return 0.0
         return float(sum(map(mul, self._multipliers, map(sub, memory, self.limits))))
 
-    def _promising(self, state: State, following: Following, limit: float) -> list[tuple[Move, int]]:
+    def _promising(self, state: State, following: Reached, limit: float) -> list[tuple[Move, int]]:
         """The moves that may lead to a program below the limit; only of many are those that do not looked for."""
         level, (moves, effects) = state.level + 1, following
         if effects is None or level == self.depth:
@@ -245,26 +274,6 @@ class Synthesis:
         chosen = np.flatnonzero(estimates < limit * (1 + ROUNDING))
         self.bounded += len(moves) - len(chosen)
         return [moves[i] for i in chosen.tolist()]
-
-    def _moves(self, level: int, mask: int, choice: int) -> Following:
-        """The moves of a choice of a step where `mask` is available."""
-        known = self._expanded[level]
-        if (mask, choice) not in known:
-            step, kind = self.problem.steps[level], self.problem.steps[level].kind
-            masks = tuple(s.fixed if s.fixed is not None else mask >> at & s.table.full for s, at in zip(kind.slots, step.slot_shifts, strict=True))
-            found = self.moves.at(kind, masks, choice)
-            effects = Effects([m.effect for m in found]) if len(found) > MANY and self.limits is None else None
-            known[mask, choice] = Following([(m, self._made(level, m)) for m in found], effects)
-        return known[mask, choice]
-
-    def _made(self, level: int, move: Move) -> int:
-        """The bits of a partial program that a move sets."""
-        if level not in self._parts:
-            step, kind = self.problem.steps[level], self.problem.steps[level].kind
-            parts = [(o, s.table.full, at) for s, o, at in zip(kind.slots, kind.slot_offsets, step.slot_shifts, strict=True) if s.live]
-            parts += [(o, r.table.full, at) for r, o, at in zip(kind.results, kind.result_offsets, step.result_shifts, strict=True) if r.live]
-            self._parts[level] = parts
-        return sum((move.place >> o & full) << at for o, full, at in self._parts[level])
 
     def _least_memory(self) -> list[Vector]:
         """Per level, bytes per kind that the steps from there on need at least."""

@@ -184,13 +184,16 @@ class Moves:
                 makes, frees = any(forward_collective(e.step.source, e.step.target) for e in edges), any(e.step.free for e in edges)
                 groups.setdefault((makes, frees), []).append((effect, edges))
             self._between[key] = tuple(
-                (self._whole(table, target, edges, effect, makes and not frees), table.conversion(source, target, tuple([e.step for e in edges])))
+                (
+                    self._whole(table, source, target, edges, effect, makes and not frees),
+                    table.conversion(source, target, tuple([e.step for e in edges])),
+                )
                 for (makes, frees), candidates in groups.items()
                 for effect, edges in _cheapest(candidates)
             )
         return self._between[key]
 
-    def _whole(self, table: TensorTable, target: int, edges: Path, effect: Effect, holds: bool) -> Effect:
+    def _whole(self, table: TensorTable, source: int, target: int, edges: Path, effect: Effect, holds: bool) -> Effect:
         """Of a path with what it keeps in memory; effect: of its edges, which of more than one is not quite that of all, as all copies come last."""
         if len(edges) > 1 and self.capacity is None:
             ran = [self._run(table, edge) for edge in edges]
@@ -233,9 +236,13 @@ class Moves:
         for kept in table.stored:
             if allowed is not None and table.placements[kept.placement] not in allowed:
                 continue
-            base = self._effect(kept.step)
+            base = self.of_kept(table, kept)
             for option in self._converted(table, table.closure(kept.placement), target):
                 yield option._replace(effect=compose(base, option.effect), kept=kept)
+
+    def of_kept(self, table: TensorTable, kept: Kept) -> Effect:
+        """The effect of storing a parameter."""
+        return self._effect(kept.step)
 
     def _effect(self, step: StepTerms, exposed: float = 1.0) -> Effect:
         return self._counted(self.values.effect(step, exposed))

@@ -20,7 +20,7 @@ They also end early at shares where the bound says that no program is as fast as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -97,12 +97,13 @@ def _domain(problem: Problem, shares: Shares) -> Synthesis:
 
 def attempt(
     problem: Problem, shares: Shares, limits: Vector | None, key: ProgramKey, prices: Vector | None = None, budget: int | None = BUDGET,
-    above: float = inf, known: float = inf,
+    above: float = inf, known: float = inf, possible: Callable[[], bool] = lambda: True,
 ) -> tuple[Solution | None, tuple[Solution, ...]]:  # fmt: skip
     """As `solve`, with what other ratios may make fit where memory binds: the cheapest program, and the one of least memory if nothing was found.
     budget: small problems where memory binds are searched to the end with it; None: only with prices of memory, and shortly. above: seconds; nothing
     at all where the bound says that every program takes more. known: seconds of a program at other shares; where the bound says that every program
-    takes more than that, a good one will do: it is wanted for the ratios that it leads to."""
+    takes more than that, a good one will do: it is wanted for the ratios that it leads to. possible: is asked before a program is looked for that
+    fits; none is where it says no, and the cheapest is all that there is."""
     statistics = Statistics()
     domain = _domain(problem, shares)
     problem.asked = None
@@ -117,6 +118,8 @@ def attempt(
     cheapest = solution(problem, best, best.estimate, key, statistics)
     if limits is None or all(map(le, best.memory, limits)):
         return cheapest, ()
+    if not possible():
+        return None, (cheapest,)
     found, least = _limited(problem, shares, limits, key, best, prices, statistics, budget)
     if found is not None:
         return found, (cheapest,)

@@ -1,0 +1,123 @@
+"""The program and the lengths whose peak is least, for where no program fits at the ratios that were tried.
+
+In: a problem, where to begin. Out: a program at lengths, with its peak. At every start the leanest program is looked for (`hapx.synth.lean`); from
+the best one on, in turns like the alternation (`hapx.alternation`),
+
+    B <- the ratios at which the program's sum is least,    lengths <- rounded, moved by single units while that takes the peak down,    Q <- the
+    leanest there,
+
+where a sum counts as a part of its limit, and what the peak has less than the sum, or more, is taken to be the same at other ratios, or the same
+part of it.
+
+Invariant: peaks are those of exact lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hapx.balancer.lp import Objective, least_full
+from hapx.balancer.rounding import Lengths, fit
+from hapx.cost.model import CostModel
+from hapx.cost.terms import Shares, Vector
+from hapx.fitting import Fitting
+from hapx.states import Row
+from hapx.synth.lean import leanest
+from hapx.synth.moves import Crowded
+from hapx.synth.problem import Problem
+from hapx.synth.search import least_memory
+from hapx.synth.writer import Solution
+
+ROUNDS = 4  # of balancing and searching, from the best start
+BETTER = 0.005  # relative improvement with which these go on
+UNITS = 10_000  # steps of programs whose peaks are looked at while units are moved
+
+Ratios = Mapping[Row, Vector]
+
+
+@dataclass(frozen=True, slots=True)
+class Tight:
+    """A program at lengths. part: its peak on the fullest device, of what may be used there; limits: of sums, which it just keeps if so large a
+    part may be used."""
+
+    part: float
+    solution: Solution
+    lengths: Lengths
+    ratios: Ratios
+    limits: Vector
+
+
+class Squeezing:
+    """See the module. goal: the terms of a program; lengths: of ratios; free: whether ratios may be changed; fixed: lengths that may not."""
+
+    def __init__(
+        self, problem: Problem, fitting: Fitting, goal: Callable[[Solution], Objective], lengths: Callable[[Ratios], Lengths], *, free: bool,
+        fixed: Lengths,
+    ):  # fmt: skip
+        self.problem, self.fitting, self.goal, self.lengths, self.free, self.fixed = problem, fitting, goal, lengths, free, fixed
+        self.costs, self.capacity = problem.costs, fitting.capacity
+        self.units = UNITS // len(problem.steps)  # peaks that are left to look at
+
+    def tightest(self, starts: Iterable[Ratios]) -> Tight:
+        """The first program that fits, else the one of the least peak that was found."""
+        best: Tight | None = None
+        for ratios in {tuple(self.lengths(r).items()): r for r in starts}.values():
+            own = self._leanest(self.lengths(ratios), ratios)
+            best = own if best is None or own.part < best.part else best
+            if best.part <= 1:
+                return best
+        assert best is not None, "there is a start"
+        for _ in range(ROUNDS if self.free else 0):
+            before = best
+            balanced = self._by_units(self._balanced(best))
+            best = balanced
+            if best.part > 1 and balanced.lengths != before.lengths:
+                again = self._leanest(balanced.lengths, balanced.ratios)
+                best = again if again.part < best.part else best
+            if best.part <= 1 or best.part > before.part * (1 - BETTER):
+                break
+        return best
+
+    def _leanest(self, lengths: Lengths, ratios: Ratios) -> Tight:
+        exact, key = self.costs.at_lengths(lengths), self.fitting.key
+        try:
+            own = leanest(self.problem, exact, lengths, key)
+        except Crowded:
+            own = least_memory(self.problem, self.costs.lengths_to_shares(lengths), tuple(self.capacity.tolist()), key)
+        return self._tight(own, lengths, ratios, exact)
+
+    def _tight(self, own: Solution, lengths: Lengths, ratios: Ratios, exact: CostModel | None = None) -> Tight:
+        goal = self.goal(own)
+        highest, _ = self.fitting.peak(own, lengths, exact)
+        part = float((highest / self.capacity).max())
+        limits = np.maximum(part * self.capacity + goal.memory(self._shares(lengths, goal)) - highest, 0.01 * self.capacity)
+        return Tight(part, own, lengths, ratios, limits)
+
+    def _balanced(self, best: Tight) -> Tight:
+        """At the ratios at which its sum is least, if it is better there."""
+        goal, fixed = self.goal(best.solution), self.costs.lengths_to_shares(self.fixed)
+        total = goal.memory(self._shares(best.lengths, goal))
+        peak = total + best.part * self.capacity - best.limits
+        same, part = self.capacity + total - peak, self.capacity * total / np.maximum(peak, 1.0)
+        for limits in (np.maximum(own, 0.01 * self.capacity) for own in (same, part)):
+            ratios = {**best.ratios, **least_full(goal, self.costs.sizes, limits, best.ratios, fixed)}
+            trial = self._tight(best.solution, self.lengths(ratios), ratios)
+            best = trial if trial.part < best.part else best
+        return best
+
+    def _by_units(self, best: Tight) -> Tight:
+        """With lengths moved by single units while that takes the peak down."""
+
+        def excess(trial: Lengths) -> float:
+            self.units -= 1
+            return float((self.fitting.peak(best.solution, trial)[0] / self.capacity).max()) - 1 if self.units > 0 else np.inf
+
+        movable = [c for c in self.goal(best.solution).cuts if c not in self.fixed]
+        trial = self._tight(best.solution, fit(best.lengths, self.costs.kinds, excess, movable), best.ratios)
+        return trial if trial.part < best.part else best
+
+    def _shares(self, lengths: Lengths, goal: Objective) -> Shares:
+        return self.costs.lengths_to_shares({c: lengths[c] for c in goal.cuts})

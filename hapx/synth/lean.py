@@ -1,0 +1,189 @@
+"""The program whose peak of memory is least, by a beam: peaks of partial programs are known, as what later steps add to each moment is.
+
+Of a partial program there are, in bytes per kind of devices at exact lengths,
+
+    K  parameters and optimizer state     G  gradients     S  what is kept for backward
+    R  what is there while the checkpoint region is computed again that the partial program ends in
+    F  the largest moment of forward so far     B  the largest moment of the backward of the steps so far
+
+A step that adds k, g, s, r, and takes f and b at its own two moments (`hapx.synth.moments`), beside what is live and its cotangents, leads to
+
+    K + k,   G + g,   S + s,   R + r,   max(F + k, K' + S' + live + f),   max(B + k + g, K' + S' + R' + cotangents + b)
+
+since parameters are there all the time, and backward comes to a step when the gradients of all later ones are there. All of these grow with all of
+these, so a partial program that has no more of any of them dominates.
+
+Taken to be simpler than they are: storages that several tensors or cotangents share count for each of them. `hapx.cost.liveness` knows better, once
+a program is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import add, le, truediv
+
+import numpy as np
+
+from hapx.cost.memory import base_of, checkpoints
+from hapx.cost.model import CostModel
+from hapx.cost.terms import Vector as Bytes
+from hapx.cost.transients import UPDATE_TEMPORARIES
+from hapx.ir import Kind
+from hapx.layout import Lengths
+from hapx.plan import ProgramKey
+from hapx.states import Invariant
+from hapx.synth.astar import Statistics, Width, beam
+from hapx.synth.domain import Following, State
+from hapx.synth.effect import Vector
+from hapx.synth.moments import Moments, made
+from hapx.synth.moves import Move
+from hapx.synth.periods import Repetition
+from hapx.synth.problem import Problem
+from hapx.synth.tables import TensorTable
+from hapx.synth.writer import Solution, solution
+
+WIDTHS = Width(16), Width(6)  # of the beam, on meshes of one axis and of several
+
+Sizes = tuple[Vector, Vector]  # of live values that nothing keeps, and of cotangents
+
+
+def leanest(problem: Problem, exact: CostModel, lengths: Lengths, key: ProgramKey) -> Solution:
+    """A program whose peak is a small part of what may be used of the fullest device; that part, by what is known here, is its `cost`. exact: the
+    costs at these lengths. Raises Crowded where a step has too many moves (see `hapx.synth.moves`)."""
+    statistics = Statistics()
+    last = beam(Lean(problem, exact, lengths), WIDTHS[len(problem.theory.mesh.axes) > 1], statistics)
+    assert last is not None, "nothing is left out"
+    return solution(problem, last, last.estimate, key, statistics)
+
+
+class Lean:
+    """The domain of the beam. Estimates are the part that the peak so far is of what may be used; `spent`: the same of all that stays."""
+
+    def __init__(self, problem: Problem, exact: CostModel, lengths: Lengths):
+        self.problem, self.exact, self.kinds = problem, exact, len(exact.kinds)
+        self.capacity: Vector = tuple(exact.capacity.tolist())
+        self.depth = len(problem.steps)
+        training = exact.mode == "train"
+        self.region = [-1] * self.depth
+        for number, own in enumerate(checkpoints(exact.graph) if training else ()):
+            self.region[own.start : own.stop] = [number] * (own.stop - own.start)
+        self.moves = [Moments(problem, exact, lengths, self._levels(within), within) for within in (False, True)]
+        self.following = [Following(problem, moves, arrays=False) for moves in self.moves]
+        self.training, self.local, self.kept, self.none = training, self.moves[0].local, self.moves[0].kept, self.moves[0].none
+        on_cpu, at_once = self.local.cpu, UPDATE_TEMPORARIES[exact.optimizer.lower()][1] if training else 0.0
+        self.update: Vector = tuple(np.where(on_cpu, 0.0, at_once).tolist())  # what it takes, per byte of gradients
+        problem.repetition = problem.repetition or Repetition(problem.steps)
+        self.repetition: Repetition = problem.repetition
+        self._sizes: dict[tuple[str, int], tuple[Bytes, Bytes]] = {}
+        self._live: list[dict[int, Sizes]] = [{} for _ in range(self.depth + 1)]
+
+    def _levels(self, within: bool) -> dict[int, int]:
+        """By class, the first step of it that is in a checkpoint region, or is not."""
+        found: dict[int, int] = {}
+        for level, step in enumerate(self.problem.steps):
+            if (self.region[level] >= 0) is within:
+                found.setdefault(id(step.kind), level)
+        return found
+
+    # -- what the beam asks for --------------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> State:
+        unused = [self.local.part(p, float(self.exact.graph.refs[name].bytes)) for name, p in self.problem.unused.items()]
+        there = tuple((sum(unused, self.none) + float(sum(r.bytes for r in self.exact.graph.sources))).tolist())
+        nothing = (0.0,) * self.kinds
+        return self._state(0, self.problem.start, (*there, *nothing, *nothing, *nothing, *there, *there), None, None)
+
+    def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
+        step, following = self.problem.steps[state.level], self.following[self.region[state.level] >= 0]
+        reads = state.place & step.reads
+        for choice in range(len(step.kind.choices)):
+            yield from self._follow(state, following(state.level, reads, choice).moves, limit)
+
+    def again(self, state: State, limit: float) -> list[State] | None:
+        """One step as one period before, where every value is available as its counterpart was, and checkpoint regions are alike."""
+        level = state.level
+        period = self.repetition.before(level)
+        pairs = self.repetition.pairs(level, period) if period else None
+        if pairs is None or (self.region[level] >= 0) is not (self.region[level - period] >= 0):
+            return None
+        then: State | None = state
+        for _ in range(period):
+            assert then is not None
+            move, then = then.move, then.parent
+        assert then is not None and move is not None
+        if any(state.place >> now & full != then.place >> before & full for now, before, full in pairs):
+            return None
+        moves = self.following[self.region[level] >= 0](level, state.place & self.problem.steps[level].reads, move.choice.index).moves
+        return list(self._follow(state, [m for m in moves if m[0] is move], limit)) or None
+
+    def leaps(self, state: State, limit: float) -> tuple[State, ...]:
+        return ()
+
+    def dominates(self, a: State, b: State) -> bool:
+        return all(map(le, a.memory, b.memory))
+
+    def likely(self, state: State) -> float:
+        return state.estimate + state.spent
+
+    def kin(self, state: State) -> int:
+        return state.place
+
+    # -- peaks -------------------------------------------------------------------------------------------------------------------------------------
+
+    def _follow(self, state: State, moves: list[tuple[Move, int]], limit: float) -> Iterator[State]:
+        stays = state.place & self.problem.steps[state.level].keep
+        for move, bits in moves:
+            place = stays | bits
+            after = self._state(state.level + 1, place, self._grown(state, move.effect.memory, place), state, move)
+            if after.estimate < limit:
+                yield after
+
+    def _state(self, level: int, place: int, memory: Vector, parent: State | None, move: Move | None) -> State:
+        n = self.kinds
+        k, g, s, f, b = memory[:n], memory[n : 2 * n], memory[2 * n : 3 * n], memory[4 * n : 5 * n], memory[5 * n :]
+        update = [x + (1.0 + u) * y for x, y, u in zip(k, g, self.update, strict=True)]
+        peak = max(map(truediv, map(max, f, b, update), self.capacity))
+        stays = max(map(truediv, map(add, map(add, k, g), s), self.capacity))
+        return State(level, place, peak, (), (), memory, peak, stays, parent, move)
+
+    def _grown(self, state: State, effect: Vector, place: int) -> Vector:
+        """The memory of what follows a state by a move that has this effect."""
+        level, n, old = state.level, self.kinds, state.memory
+        live, cotangents = self._there(level, state.place)[0], self._there(level + 1, place)[1]
+        region = self.region[level]
+        goes_on, again = region >= 0 and level > 0 and self.region[level - 1] == region, region >= 0
+        stays = tuple(map(add, old[: 3 * n], effect[: 3 * n]))
+        inside, forward, backward = [], [], []
+        for i in range(n):
+            k, g, f, b = effect[i], effect[n + i], effect[4 * n + i], effect[5 * n + i]
+            r = effect[3 * n + i] + (old[3 * n + i] if goes_on else 0.0)
+            kept = stays[i] + stays[2 * n + i]
+            inside.append(r if again else 0.0)
+            forward.append(max(old[4 * n + i] + k, kept + live[i] + f))
+            backward.append(max(old[5 * n + i] + k + g, kept + r + cotangents[i] + (max(b, f) if again else b)) if self.training else 0.0)
+        return (*stays, *inside, *forward, *backward)
+
+    def _there(self, level: int, place: int) -> Sizes:
+        """What is live before a step."""
+        known = self._live[level]
+        if place not in known:
+            values, cotangents = self.none, self.none
+            for name, table, at in self.problem.steps[level].live if level < self.depth else ():
+                value, cotangent = self._size(name, table, place >> at & table.full)
+                values, cotangents = values + value, cotangents + cotangent
+            known[place] = tuple(values.tolist()), tuple(cotangents.tolist())
+        return known[place]
+
+    def _size(self, name: str, table: TensorTable, mask: int) -> tuple[Bytes, Bytes]:
+        """Of a live tensor: what nothing keeps of it (of a parameter what was gathered), and its cotangent."""
+        key = name, mask
+        if key not in self._sizes:
+            ref, graph = self.exact.graph.refs[name], self.exact.graph
+            places = [table.placements[p] for p in made(table, mask)]
+            if ref.kind is Kind.PARAMETER:
+                places = [p for p in places if not any(isinstance(s, Invariant) for s in p.states)]
+            size = sum((self.local.part(p, float(ref.bytes)) for p in places), self.none)
+            alone = ref.kind is Kind.PARAMETER or (ref.kind is Kind.VALUE and name not in self.kept and base_of(graph, name) is None)
+            has_cotangent = ref.kind is not Kind.PARAMETER and ref.requires_grad
+            self._sizes[key] = size if alone else self.none, size if has_cotangent else self.none
+        return self._sizes[key]
