@@ -1,7 +1,7 @@
 """What would help where nothing fits into memory: alternatives that were tried and work, with their numbers.
 
-In: the setting that failed, a function that says whether another setting can be planned. Out: a hint. Invariant: nothing is suggested that was not
-planned successfully, or that the caller has already.
+In: the setting that failed, a function that says whether another setting fits. Out: a hint. Invariant: nothing is suggested for which no program that
+fits was found, or that the caller has already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Attempt = Callable[["Setting"], InsufficientMemoryError | None]
 
 
 def advised(error: InsufficientMemoryError, setting: Setting, attempt: Attempt, more: More = tuple) -> InsufficientMemoryError:
-    """The error with a hint. attempt: plans a setting, returns its error if it does not fit; more: further suggestions that were tried."""
+    """The error with a hint. attempt: looks for a program that fits, returns the error if there is none; more: further suggestions that were
+    tried."""
     larger = _larger(error, setting, attempt)
     found = [*_alternatives(setting, attempt), *more(), *([larger] if larger is not None else ())]
     hint = f"what fits: {', or '.join(found)}" if found else "no single change that was tried fits: use more devices or a smaller model"
