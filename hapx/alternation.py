@@ -100,6 +100,7 @@ class Setting:
         start: ratios to begin with, instead of the usual ones.
         progress: is told what is done. forbidden: choices that are left out.
         strict: the peak of every program is looked at, not only of those that come near the capacity.
+        tight: it is known that what would be fastest does not fit.
         old: a plan of the same restriction; where its mesh is tried again, it is a start and a candidate.
         within: relative distance from the optimum at which searches may end, if they need not be exact.
         repeats, in_flight: of a stage, how many micro-batches it runs per iteration, and how many of them it keeps at once.
@@ -117,6 +118,7 @@ class Setting:
     progress: Watcher | None = None
     forbidden: Forbidden = NOTHING
     strict: bool = False
+    tight: bool = False
     old: Plan | None = None
     repeats: int = 1
     in_flight: int = 1
@@ -202,6 +204,9 @@ class Alternation:
                 self._alternate(ratios, known)
             except InsufficientMemoryError as error:
                 failure = failure or error
+        if self.prices is not None and self.free and self.setting.start is None and not self.small:
+            with suppress(InsufficientMemoryError):
+                self._alternate(self._by_memory(), known)
         if not self.found:
             if failure is None and self.rejected is None:
                 self.hopeless = away
@@ -392,6 +397,8 @@ class Alternation:
             return [self._explicit(ratios)]
         if self.setting.start is not None:
             return [self._by_kind(self.setting.start)]
+        if ratios == "balanced" and self.setting.tight and self.rows and not self.small:
+            return [self._by_memory()]
         if ratios == "balanced" and self.before is not None and len(self.theory.mesh.axes) > 1 and len(self.problem.steps) > FEW_STEPS:
             return [self._as_before(self.before)]
         # on several axes a search costs more, and ratios that differ only between machines start nearer to the best
@@ -399,6 +406,11 @@ class Alternation:
         both: list[Vector] = [speed] if single else [speed, even]
         chosen = [even] if ratios == "even" else [speed] if ratios == "speed" else both
         return [dict.fromkeys(self.rows, shares) for shares in chosen]
+
+    def _by_memory(self) -> dict[Row, Vector]:
+        """Everything in proportion to memory."""
+        *_, shares = islice(where_memory_binds(np.asarray(self.costs.speeds), self.sizes, self.fitting.capacity, lambda: self.fitting.capacity), 3)
+        return {row: shares[row.kind == "storage"] for row in self.rows}
 
     def _as_before(self, best: Candidate) -> dict[Row, Vector]:
         """The shares of a candidate of another view, added up over the devices of each coordinate."""

@@ -295,7 +295,7 @@ def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | N
     remat = setting.rule.remat
     blocks = with_blocks(setting.graph) if remat != "none" and setting.graph.mode == "train" else setting.graph
     if remat == "auto" and blocks is not setting.graph:
-        return fastest(setting, counters, meshes, plan_spmd)
+        return fastest(setting, counters, views(setting.cluster, setting.rule) if meshes is None else meshes, plan_spmd)
     return as_chosen(setting, plan_spmd(replace(setting, graph=blocks), counters, meshes)[0])
 
 

@@ -5,7 +5,7 @@ that fits, it is the answer, because a relaxation's optimum that is feasible is 
 
 - the fewest blocks computed again with which what would be fastest without limits fits (they are the first ones, see `hapx.cost.remat`);
 - where as many as there are do not suffice, so many of them with memory as a limit (parameters in shards, uneven shares);
-- none of them with memory as a limit.
+- none of them with memory as a limit, on the mesh views on which that was faster than what was found (`WORTH`), as if memory were no matter.
 
 Recomputing costs a part of forward, sharded parameters cost communication: which is less depends on the links.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 from operator import attrgetter, itemgetter
 
 import numpy as np
@@ -27,23 +27,26 @@ from hapx.lower import Candidate
 from hapx.plan import Mesh
 
 ROOM = 10**6  # times the memory that there is: more than a mistyped unit lacks
+WORTH = 5e-3  # relative gain below which nothing is searched for: prices of memory are no better (`hapx.synth.search`)
 TRIES = 3  # numbers of blocks between none and all
 
 Chosen = tuple[Setting, Candidate]
 Planner = Callable[[Setting, Counters, Sequence[Mesh] | None], list[Candidate]]
-Unlimited = Callable[[Setting, Sequence[Mesh] | None], Candidate]
+Unlimited = Callable[[Setting, Sequence[Mesh]], Candidate]
 
 
-def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, plan: Planner) -> Chosen:
+def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner) -> Chosen:
     """See the module. counters: get the time of all that is planned, and what is told of the one that is chosen. Raises InsufficientMemoryError where
     nothing fits, PlanError where there is no program."""
+    before = len(counters.tried)
     free = roomy(setting, counters, meshes, plan)
     if free.fits:
         return as_chosen(setting, free)
+    times = {outcome["view"]: outcome["time"] for outcome in counters.tried[before:]}  # None where nothing comes near the best view
     told: list[Counters] = []
     found: list[tuple[Setting, Candidate, Counters]] = []
 
-    def unlimited(own: Setting, on: Sequence[Mesh] | None) -> Candidate:
+    def unlimited(own: Setting, on: Sequence[Mesh]) -> Candidate:
         told.append(Counters())
         best = roomy(own, told[-1], on, plan)
         if best.fits:
@@ -52,10 +55,10 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None,
 
     failures: list[InsufficientMemoryError] = []
 
-    def limited(own: Setting) -> bool:
+    def limited(own: Setting, on: Sequence[Mesh]) -> bool:
         told.append(Counters())
         try:
-            found.append((own, plan(own, told[-1], meshes)[0], told[-1]))
+            found.append((own, plan(replace(own, tight=True), told[-1], on)[0], told[-1]))
         except InsufficientMemoryError as error:
             failures.append(error)
             return False
@@ -70,8 +73,11 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None,
             break
         full.append((_fullest(best), own))
     else:
-        any(limited(own) for _, own in sorted(full, key=itemgetter(0)))
-    limited(setting)
+        any(limited(own, meshes) for _, own in sorted(full, key=itemgetter(0)))
+    least = min((best.time for _, best, _ in found), default=inf)
+    promising = [m for m in meshes if least == inf or (times[m.name] is not None and times[m.name] < least * (1 - WORTH))]
+    if promising:
+        limited(setting, promising)
     if not found:
         raise min(failures, key=attrgetter("times"))
     own, best, of_best = min(found, key=lambda one: one[1].time)

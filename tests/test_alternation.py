@@ -170,6 +170,25 @@ def test_starts_where_memory_binds() -> None:
     assert len(list(where_memory_binds(speeds[:2], (4, 4), capacity[:2], lambda: best[:2]))) == 3, "two kinds are all"
 
 
+def test_large_problems_begin_in_proportion_to_memory_where_it_is_known_to_bind(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, counters = case(BINDING), Counters()
+    theory = derive(of.graph, of.mesh)
+
+    def begun(tight: bool) -> Alternation:
+        return Alternation(replace(of.setting, tight=tight), theory, counters, Teller(None, counters.search, of.mesh.name, 1, 1, inf))
+
+    assert len(begun(tight=True)._starts()) == 2, "a small one begins everywhere"
+    monkeypatch.setattr("hapx.alternation.FEW_STEPS", 1)
+    assert len(begun(tight=False)._starts()) == 2
+    large = begun(tight=True)
+    (start,) = large._starts()
+    capacity = np.asarray(large.costs.capacity)
+    assert len(set(capacity.tolist())) > 1
+    assert {row.kind for row in start} == {"compute", "storage"}
+    for shares in start.values():
+        assert np.allclose(shares, capacity / (capacity * large.sizes).sum())
+
+
 def scaled(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     """Everything that has a speed is `factor` times as fast."""
 

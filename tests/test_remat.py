@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hapx.alternation import Counters, Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.compute import work
 from hapx.cost.memory import converted_again, forgotten, kept, kept_bytes
@@ -20,9 +22,12 @@ from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.graph.capture import capture
 from hapx.graph.segments import graph_hash
 from hapx.ir import Graph, OpCall, Region
-from hapx.plan import Plan
-from hapx.planner import extend, key_of, plan_graphs, plan_module
+from hapx.lower import Candidate
+from hapx.plan import Mesh, Plan
+from hapx.planner import extend, key_of, plan_graphs, plan_module, plan_spmd, views
+from hapx.recompute import WORTH, fastest
 from hapx.restriction import BASELINES, Restriction, with_remat
+from hapx.theory.discover import discover
 from support.models import GPT
 
 LAYERS = 4
@@ -206,6 +211,48 @@ def test_where_memory_binds_blocks_are_computed_again_over_slow_links_and_parame
 def test_less_memory_makes_no_plan_faster() -> None:
     times = [on_links("300 MB/s", "auto", part).iteration_time for part in (0.0, 0.9, 0.7, 0.55)]
     assert times == sorted(times)
+
+
+def test_memory_is_a_limit_only_where_that_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On mesh views on which there is something to gain, if memory were no matter, beside what blocks that are computed again bring."""
+    data = devices("1 GiB", 4).to_dict()
+    data["machines"] = [data["machines"][0] | {"name": name, "devices": ["d", "d"]} for name in ("m0", "m1")]
+    data["network"]["inter"]["bandwidth"] = "100 MB/s"
+    rule = replace(DP, mesh="auto", remat="auto")
+    most = max(plan_graphs([graph()], ClusterSpec.load(data), strategy=replace(rule, remat="none")).memory)
+    data["device_types"]["d"]["memory"] = round(0.8 * most / 0.9)
+    setting = Setting(discover(graph()), key_of(graph()), ClusterSpec.load(data), rule, "fp32", "adamw")
+    meshes = views(setting.cluster, rule)
+    roomy: list[dict[str, float]] = []
+    of_blocks: list[float] = []
+    limited: list[set[str]] = []
+
+    def plan(own: Setting, counters: Counters, on: Sequence[Mesh] | None) -> list[Candidate]:
+        if own.tight:
+            limited.append({m.name for m in on or ()})
+        before = len(counters.tried)
+        found = plan_spmd(own, counters, on)
+        roomy.append({view["view"]: view["time"] for view in counters.tried[before:]})
+        if chosen_blocks(own.graph) and max(found[0].peak) <= 0.8 * most:
+            of_blocks.append(found[0].time)
+        return found
+
+    fastest(setting, Counters(), meshes, plan)
+    times, best = roomy[0], min(of_blocks)
+    assert set(times) == {"flat", "2x2"}
+    assert limited == [{name for name, time in times.items() if time < best * (1 - WORTH)}]
+
+    limited.clear()
+    monkeypatch.setattr("hapx.recompute.WORTH", 1 - sum(times.values()) / 2 / best)
+    fastest(setting, Counters(), meshes, plan)
+    assert limited == [{min(times, key=lambda name: times[name])}]
+
+    limited.clear()
+    monkeypatch.setattr("hapx.recompute.WORTH", 1.0)
+    chosen, found = fastest(setting, Counters(), meshes, plan)
+    assert limited == []
+    assert found.time == best
+    assert chosen_blocks(chosen.graph) > 0
 
 
 def test_the_error_says_what_there_really_is() -> None:

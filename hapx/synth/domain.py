@@ -80,10 +80,10 @@ class Following:
             masks = tuple(s.fixed if s.fixed is not None else mask >> at & s.table.full for s, at in zip(kind.slots, step.slot_shifts, strict=True))
             found = self.moves.at(kind, masks, choice)
             effects = Effects([m.effect for m in found]) if self.arrays and len(found) > MANY else None
-            known[mask, choice] = Reached([(m, self._made(level, m)) for m in found], effects)
+            known[mask, choice] = Reached([(m, self.made(level, m)) for m in found], effects)
         return known[mask, choice]
 
-    def _made(self, level: int, move: Move) -> int:
+    def made(self, level: int, move: Move) -> int:
         """The bits of a partial program that a move sets."""
         if level not in self._parts:
             step, kind = self.problem.steps[level], self.problem.steps[level].kind
@@ -112,7 +112,7 @@ class Synthesis:
         self.repetition: Repetition = self.bound.relaxation.repetition
         self.only: Mapping[int, Mask] | None = None  # by id of a step class, the choices that are looked at
         self.bounded = self.unfit = 0  # what was not followed: for the bound, for the limits
-        self._moves = Following(problem, self.moves, arrays=limits is None)
+        self.following = Following(problem, self.moves, arrays=limits is None)
         self._left = self._least_memory() if limits is not None else []
 
     def start(self) -> State | None:
@@ -135,7 +135,7 @@ class Synthesis:
             chosen = chosen[np.argsort(estimates[chosen], kind="stable")[:most]]
         reads = state.place & self.problem.steps[state.level].reads
         for choice in chosen.tolist():
-            yield from self._follow(state, self._promising(state, self._moves(state.level, reads, choice), limit), limit)
+            yield from self._follow(state, self._promising(state, self.following(state.level, reads, choice), limit), limit)
 
     def follow(self, last: State) -> State | None:
         """A program that was found at other shares or prices, at these; None where it does not fit."""
@@ -169,7 +169,7 @@ class Synthesis:
             return None
         if self.repetition.jump(state.level) is not None:
             return self._leap(state, made, limit)
-        moves = self._moves(state.level, state.place & self.problem.steps[state.level].reads, made[0].choice.index).moves
+        moves = self.following(state.level, state.place & self.problem.steps[state.level].reads, made[0].choice.index).moves
         return list(self._follow(state, [m for m in moves if m[0] is made[0]], limit))
 
     def leaps(self, state: State, limit: float) -> list[State]:

@@ -7,6 +7,7 @@ a device of kind k; Lagrangian multipliers), the cheapest program by t(Q) + l . 
 
 so every round gives a lower bound, and a candidate where its program fits. Prices rise where memory is exceeded and fall where it is not, each kind's
 between the largest that was too low and the least that was enough. (Everett, *Generalized Lagrange multiplier method*, Operations Research 1963.)
+What lies between programs that fit and programs that do not is put together from both (`hapx.synth.splices`).
 
 Invariant: `bound` <= the cost of every program that fits; `best` fits.
 """
@@ -28,7 +29,7 @@ NEGLIGIBLE = 1e-3  # of the time of a program, as the price of all the memory of
 HOPELESS = 2.0  # times what would be possible with more memory
 DOMINANT = 50.0  # times the seconds of a program, as the price of all the memory of a device: what is cheapest then takes about as little as there is
 
-Search = Callable[[Vector], tuple[State | None, float]]
+Search = Callable[[Vector], tuple[State | None, float, tuple[State, float] | None]]
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,15 @@ class Priced:
 
 
 def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, start: Vector | None = None) -> Priced:
-    """search: prices -> (the best state at these prices, relative gap of its proof). cheapest: the best one without limits, which does not
-    fit. start: prices to begin with. Ends without a state where all that fit would take more than `HOPELESS` times as long, or where memory is too
-    scarce to tell: at prices beside which time hardly counts."""
+    """search: prices -> (the best state at these prices, relative gap of its proof, a combination of it with others that fits, with its seconds, if
+    that is the best so far). cheapest: the best one without limits, which does not fit. start: prices to begin with. Ends without a state where all
+    that fit would take more than `HOPELESS` times as long, or where memory is too scarce to tell: at prices beside which time hardly counts."""
     low, high = [0.0] * len(limits), [inf] * len(limits)
     first = [cheapest.estimate / limit if used > limit else 0.0 for used, limit in zip(cheapest.memory, limits, strict=True)]
     prices = tuple(start) if start is not None and any(start) else tuple(first)
     found, dominant = Priced(None, inf, cheapest.estimate, prices), DOMINANT * cheapest.estimate
     for _ in range(ROUNDS):
-        state, gap = search(prices)
+        state, gap, spliced = search(prices)
         assert state is not None, "a program exists without limits"
         bound = max(found.bound, state.estimate * (1 - gap) - sum(map(mul, prices, limits)))
         cost = state.estimate - sum(map(mul, prices, state.memory))
@@ -58,6 +59,8 @@ def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, s
             found = Priced(state, cost, bound, prices)
         else:
             found = replace(found, bound=bound)
+        if spliced is not None and spliced[1] < found.cost:
+            found = Priced(*spliced, bound, prices)
         _narrow(prices, state.memory, limits, low, high)
         closed = all(h <= low[k] * CLOSE or h < NEGLIGIBLE * cheapest.estimate / limits[k] for k, h in enumerate(high) if h < inf or low[k])
         scarce = found.best is None and all(p * n >= dominant for p, used, n in zip(prices, state.memory, limits, strict=True) if used > n)

@@ -43,6 +43,7 @@ from hapx.synth.limited import fitting
 from hapx.synth.moves import Crowded
 from hapx.synth.problem import Problem, build
 from hapx.synth.seeds import seeds
+from hapx.synth.splices import Splices
 from hapx.synth.tables import Values, numbered
 from hapx.synth.writer import Solution, solution
 from hapx.theory.triple import Theory
@@ -61,6 +62,7 @@ NEAR = 0.01  # what may be left to the bound without another beam
 WIDE = (((Width(16), 0.0), (Width(8, True), NEAR)), ((Width(8, True), 0.0), (Width(12), NEAR)))
 WIDEST = (((Width(256), 0.0),), ((Width(64), 0.0),))  # where memory binds in a problem of up to EXACT steps,
 PARTLY = ((WIDTH, NEAR),)  # and where sums of gradients count in part
+PRICED = NARROW, WIDTH  # where memory has prices in a larger one: what was found at other prices hardly leads anywhere else
 PACE = (300, BUDGET // 3)  # partial programs after which the search of a problem of more than EXACT steps is asked whether its budget leads anywhere
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WORTH = 0.25  # of the distance: what a beam may leave, which follows nothing that is not better by more
@@ -120,7 +122,7 @@ def attempt(
         return cheapest, ()
     if not possible():
         return None, (cheapest,)
-    found, least = _limited(problem, shares, limits, key, best, prices, statistics, budget)
+    found, least = _limited(domain, shares, limits, key, best, prices, statistics, budget)
     if found is not None:
         return found, (cheapest,)
     assert least is not None, "found by prices of memory"
@@ -134,20 +136,22 @@ def attempt(
 
 
 def _limited(
-    problem: Problem, shares: Shares, limits: Vector, key: ProgramKey, cheapest: State, prices: Vector | None, statistics: Statistics,
+    domain: Synthesis, shares: Shares, limits: Vector, key: ProgramKey, cheapest: State, prices: Vector | None, statistics: Statistics,
     budget: int | None,
 ) -> tuple[Solution | None, Solution | None]:  # fmt: skip
     """The cheapest program that fits, None where none was found; and, where prices of memory led to none, the one of least memory. `cheapest` does
-    not fit."""
+    not fit. domain: that of the search without limits."""
+    problem, splices = domain.problem, Splices(domain, limits)
+    small = budget is not None and len(problem.steps) <= EXACT
 
-    def priced(at: Vector) -> tuple[State | None, float]:
-        own = Statistics()
-        found = _search(Synthesis(problem, shares, None, prices=at), own, WITHIN, SHORT, wide=budget is not None)
+    def priced(at: Vector) -> tuple[State | None, float, tuple[State, float] | None]:
+        own, there = Statistics(), Synthesis(problem, shares, None, prices=at)
+        found = _search(there, own, WITHIN, SHORT, wide=small, widths=() if small else PRICED)
         gap, own.gap = own.gap, 0.0
         statistics.add(own)
-        return found, gap
+        return found, gap, splices.add(found, there) if found is not None else None
 
-    small = budget is not None and len(problem.steps) <= EXACT
+    splices.add(cheapest, domain)
     found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices)
     best, cost, least = found.best, found.cost, None
     if best is None:
@@ -207,7 +211,9 @@ def program_key(theory: Theory) -> ProgramKey:
     return ProgramKey(graph.mode, tuple(graph.refs[n].shape for n in graph.input_names))
 
 
-def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET, wide: bool = True) -> State | None:
+def _search(
+    domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET, wide: bool = True, widths: Sequence[Width] = ()
+) -> State | None:
     """First good programs, so that most of what the search would generate is above the best of them: those that were found at other shares, or else
     those that people write by hand and what beams find. Where the best is not wanted exactly, the search hardly ever finds a better one, so it is
     short."""
@@ -217,6 +223,8 @@ def _search(domain: Synthesis, statistics: Statistics, tolerance: float | None =
     within = _tolerance(problem) if tolerance is None else tolerance
     if best is None or problem.exposed < 1:  # what was found where all counts is far from the best where a part does
         best = _incumbent(domain, statistics, within, best)
+    for width in widths:
+        best = beam(domain, width, statistics, best, WORTH * within)
     own = Statistics()
     short = problem.brief or problem.within > 0 or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
     pace = PACE if len(problem.steps) > EXACT else ()

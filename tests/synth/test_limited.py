@@ -23,9 +23,9 @@ class Search:
         self.programs, self.gap = programs, gap
         self.asked: list[Vector] = []
 
-    def __call__(self, prices: Vector) -> tuple[State, float]:
+    def __call__(self, prices: Vector) -> tuple[State, float, None]:
         self.asked.append(prices)
-        return min((program(*p, prices) for p in self.programs), key=lambda s: s.estimate), self.gap
+        return min((program(*p, prices) for p in self.programs), key=lambda s: s.estimate), self.gap, None
 
 
 def test_the_cheapest_that_fits_is_found_and_proven() -> None:
@@ -42,3 +42,13 @@ def test_prices_do_not_rise_where_time_hardly_counts() -> None:
     assert found.best is None
     assert len(search.asked) < ROUNDS / 2
     assert search.asked[-1][0] * LIMITS[0] > 10  # of the cheapest program's seconds
+
+
+def test_what_is_put_together_counts_if_it_is_faster() -> None:
+    free = program(1.0, (150.0, 50.0))
+    search = Search((1.0, (150.0, 50.0)), (1.5, (60.0, 50.0)))
+    for seconds, wanted in ((1.35, 1.35), (1.8, 1.5)):
+        spliced = program(seconds, (100.0, 50.0))
+        found = fitting(lambda prices, of=spliced: (*search(prices)[:2], (of, of.estimate)), free, LIMITS, 1e-3)  # type: ignore[misc]
+        assert found.cost == pytest.approx(wanted)
+        assert found.bound <= 1.35

@@ -86,7 +86,7 @@ def test_the_smallest_program_says_how_good_it_is(monkeypatch):
     theory, costs, shares = case(25)
     free = synthesize(theory, costs, shares, restriction=RULE)
     limits = tuple(0.999 * m for m in free.memory)
-    monkeypatch.setattr("hapx.synth.search._limited", lambda *known: (None, least_memory(*known[:4])))
+    monkeypatch.setattr("hapx.synth.search._limited", lambda domain, *known: (None, least_memory(domain.problem, *known[:3])))
     found = synthesize(theory, costs, shares, limits, restriction=RULE)
     best = Enumeration(theory, costs, shares, limits=limits, forms=PADDED).run().cost
     assert found.cost > best
