@@ -4,15 +4,17 @@ In: a setting, and the planner. Out: the fastest candidate that was found, and i
 that fits, it is the answer, because a relaxation's optimum that is feasible is optimal. Else compared are, by the simulator,
 
 - the fewest blocks computed again with which what would be fastest without limits fits (they are the first ones, see `hapx.cost.remat`);
-- where as many as there are do not suffice, so many of them with memory as a limit (parameters in shards, uneven shares);
-- none of them with memory as a limit, on the mesh views on which that was faster than what was found (`WORTH`), as if memory were no matter.
+- none of them with memory as a limit (parameters in shards, uneven shares);
+- where as many as there are do not suffice, so many of them with memory as a limit;
+
+the last two only on mesh views on which they were faster than what was found, as if memory were no matter (`WORTH`): that is a bound.
 
 Recomputing costs a part of forward, sharded parameters cost communication: which is less depends on the links.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, inf
 from operator import attrgetter, itemgetter
@@ -31,6 +33,7 @@ WORTH = 5e-3  # relative gain below which nothing is searched for: prices of mem
 TRIES = 3  # numbers of blocks between none and all
 
 Chosen = tuple[Setting, Candidate]
+Times = Mapping[str, float | None]  # by mesh view; None where nothing comes near the best one
 Planner = Callable[[Setting, Counters, Sequence[Mesh] | None], list[Candidate]]
 Unlimited = Callable[[Setting, Sequence[Mesh]], Candidate]
 
@@ -38,13 +41,12 @@ Unlimited = Callable[[Setting, Sequence[Mesh]], Candidate]
 def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner) -> Chosen:
     """See the module. counters: get the time of all that is planned, and what is told of the one that is chosen. Raises InsufficientMemoryError where
     nothing fits, PlanError where there is no program."""
-    before = len(counters.tried)
     free = roomy(setting, counters, meshes, plan)
     if free.fits:
         return as_chosen(setting, free)
-    times = {outcome["view"]: outcome["time"] for outcome in counters.tried[before:]}  # None where nothing comes near the best view
     told: list[Counters] = []
     found: list[tuple[Setting, Candidate, Counters]] = []
+    failures: list[InsufficientMemoryError] = []
 
     def unlimited(own: Setting, on: Sequence[Mesh]) -> Candidate:
         told.append(Counters())
@@ -53,9 +55,14 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: 
             found.append((own, best, told[-1]))
         return best
 
-    failures: list[InsufficientMemoryError] = []
+    def least() -> float:
+        return min((best.time for _, best, _ in found), default=inf)
 
-    def limited(own: Setting, on: Sequence[Mesh]) -> bool:
+    def limited(own: Setting, times: Times) -> bool:
+        """With memory as a limit, where there is something to gain beside what was found; whether anything was."""
+        on = [m for m in meshes if least() == inf or (times[m.name] or inf) < least() * (1 - WORTH)]
+        if not on:
+            return False
         told.append(Counters())
         try:
             found.append((own, plan(replace(own, tight=True), told[-1], on)[0], told[-1]))
@@ -64,20 +71,23 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: 
             return False
         return True
 
-    full: list[tuple[float, Setting]] = []
+    without = _times(counters)
+    full: list[tuple[float, Setting, Times]] = []
     for most, graph in _thrifty(setting.graph):
         own = replace(setting, graph=graph)
         best = unlimited(own, meshes)
         if best.fits:
             _with_fewer(setting, most, free, best, unlimited)
             break
-        full.append((_fullest(best), own))
+        full.append((_fullest(best), own, _times(told[-1])))
+        if len(full) == 1:
+            limited(setting, without)
+        if best.time > least():  # and with more blocks
+            break
     else:
-        any(limited(own, meshes) for _, own in sorted(full, key=itemgetter(0)))
-    least = min((best.time for _, best, _ in found), default=inf)
-    promising = [m for m in meshes if least == inf or (times[m.name] is not None and times[m.name] < least * (1 - WORTH))]
-    if promising:
-        limited(setting, promising)
+        any(limited(own, times) for _, own, times in sorted(full, key=itemgetter(0)))
+    if not full:
+        limited(setting, without)
     if not found:
         raise min(failures, key=attrgetter("times"))
     own, best, of_best = min(found, key=lambda one: one[1].time)
@@ -85,6 +95,10 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: 
         counters.include(other)
     counters.views, counters.tried, counters.search.gap = of_best.views, of_best.tried, best.gap
     return as_chosen(own, best)
+
+
+def _times(counters: Counters) -> Times:
+    return {outcome["view"]: outcome.get("time") for outcome in counters.tried}
 
 
 def as_chosen(setting: Setting, best: Candidate) -> Chosen:
