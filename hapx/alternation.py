@@ -36,8 +36,8 @@ from hapx.lower import Candidate
 from hapx.plan import Plan, ProgramKey
 from hapx.progress import Teller, Watcher
 from hapx.restriction import AUTO, BASELINES, Restriction
-from hapx.squeezing import Squeezing, Tight
-from hapx.starts import carried, further, kept_otherwise, where_memory_binds
+from hapx.squeezing import VERY_FEW_STEPS, Squeezing, Tight
+from hapx.starts import carried, further, kept_otherwise, where_little_is_left, where_memory_binds
 from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.forbidden import NOTHING, Forbidden
@@ -53,7 +53,6 @@ HOPELESS = 1.5  # what costs that much more than the best of the others at its f
 CORRECTIONS = 4  # searches at most for one program whose peak fits
 FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
 FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
-VERY_FEW_STEPS = 30  # of one for which the least memory is looked for from many starts
 MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not believed to be that far from the true one
 MUCH = 20_000  # partial programs, after which a problem is not also searched as strategies by name:
 BY_NAME = ("tensor-parallel", "zero")
@@ -237,9 +236,10 @@ class Alternation:
         """Where that is looked for."""
         yield from self._starts()
         if self.free and self.setting.start is None:
-            speeds = np.asarray(self.costs.speeds)
-            several = where_memory_binds(speeds, self.sizes, self.fitting.capacity, lambda: speeds)
-            for compute, storage in several if len(self.problem.steps) <= VERY_FEW_STEPS else islice(several, 2, 3):
+            speeds, capacity = np.asarray(self.costs.speeds), self.fitting.capacity
+            several = list(where_memory_binds(speeds, self.sizes, capacity, lambda: speeds))
+            every = len(self.problem.steps) <= VERY_FEW_STEPS
+            for compute, storage in [*several, *where_little_is_left(self.sizes, capacity)] if every else several[2:3]:
                 yield {r: storage if r.kind == "storage" else compute for r in self.rows}
 
     def fits(self) -> InsufficientMemoryError | None:

@@ -1,7 +1,8 @@
 """The program and the lengths whose peak is least, for where no program fits at the ratios that were tried.
 
-In: a problem, where to begin. Out: a program at lengths, with its peak. At every start the leanest program is looked for (`hapx.synth.lean`); from
-the best one on, in turns like the alternation (`hapx.alternation`),
+In: a problem, where to begin. Out: a program at lengths, with its peak. At every start the leanest program is looked for (`hapx.synth.lean`), in very
+small problems also among those that split the batch only, or the model; from the best one on, or the best few, in turns like the alternation
+(`hapx.alternation`),
 
     B <- the ratios at which the program's sum is least,    lengths <- rounded, moved by single units while that takes the peak down,    Q <- the
     leanest there,
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -29,9 +31,12 @@ from hapx.synth.lean import leanest
 from hapx.synth.moves import Crowded
 from hapx.synth.problem import Problem
 from hapx.synth.search import least_memory
+from hapx.synth.seeds import Mask, seeds
 from hapx.synth.writer import Solution
 
-ROUNDS = 4  # of balancing and searching, from the best start
+ROUNDS = 4  # of balancing and searching, from the best program, or from so many in problems of so few steps
+BEGUN = 3
+VERY_FEW_STEPS = 30
 BETTER = 0.005  # relative improvement with which these go on
 UNITS = 10_000  # steps of programs whose peaks are looked at while units are moved
 
@@ -60,34 +65,47 @@ class Squeezing:
         self.problem, self.fitting, self.goal, self.lengths, self.free, self.fixed = problem, fitting, goal, lengths, free, fixed
         self.costs, self.capacity = problem.costs, fitting.capacity
         self.units = UNITS // len(problem.steps)  # peaks that are left to look at
+        # choices by step class: all of them, and those of a family of programs
+        self.families: tuple[Mapping[int, Mask] | None, ...] = (None, *(seeds(problem) if len(problem.steps) <= VERY_FEW_STEPS else ()))
 
     def tightest(self, starts: Iterable[Ratios]) -> Tight:
         """The first program that fits, else the one of the least peak that was found."""
-        best: Tight | None = None
+        found: list[Tight] = []
         for ratios in {tuple(self.lengths(r).items()): r for r in starts}.values():
-            own = self._leanest(self.lengths(ratios), ratios)
-            best = own if best is None or own.part < best.part else best
+            for only in self.families:
+                own = self._leanest(self.lengths(ratios), ratios, only)
+                if own is not None and own.part <= 1:
+                    return own
+                found += [own] if own is not None else []
+        found.sort(key=attrgetter("part"))
+        several = list({own.solution.choices: own for own in reversed(found)}.values())[::-1]
+        best = found[0]
+        for own in several[: BEGUN if len(self.families) > 1 else 1] if self.free else ():
+            best = min(best, self._squeezed(own), key=attrgetter("part"))
             if best.part <= 1:
-                return best
-        assert best is not None, "there is a start"
-        for _ in range(ROUNDS if self.free else 0):
+                break
+        return best
+
+    def _squeezed(self, best: Tight) -> Tight:
+        """From a program on."""
+        for _ in range(ROUNDS):
             before = best
             balanced = self._by_units(self._balanced(best))
             best = balanced
             if best.part > 1 and balanced.lengths != before.lengths:
                 again = self._leanest(balanced.lengths, balanced.ratios)
-                best = again if again.part < best.part else best
+                best = again if again is not None and again.part < best.part else best
             if best.part <= 1 or best.part > before.part * (1 - BETTER):
                 break
         return best
 
-    def _leanest(self, lengths: Lengths, ratios: Ratios) -> Tight:
+    def _leanest(self, lengths: Lengths, ratios: Ratios, only: Mapping[int, Mask] | None = None) -> Tight | None:
         exact, key = self.costs.at_lengths(lengths), self.fitting.key
         try:
-            own = leanest(self.problem, exact, lengths, key)
+            own = leanest(self.problem, exact, lengths, key, only)
         except Crowded:
-            own = least_memory(self.problem, self.costs.lengths_to_shares(lengths), tuple(self.capacity.tolist()), key)
-        return self._tight(own, lengths, ratios, exact)
+            own = least_memory(self.problem, self.costs.lengths_to_shares(lengths), tuple(self.capacity.tolist()), key) if only is None else None
+        return self._tight(own, lengths, ratios, exact) if own is not None else None
 
     def _tight(self, own: Solution, lengths: Lengths, ratios: Ratios, exact: CostModel | None = None) -> Tight:
         goal = self.goal(own)

@@ -64,6 +64,14 @@ def where_memory_binds(speeds: Vector, sizes: Sequence[int], capacity: Vector, c
             yield _among(weights, sizes, pair), _among(weights, sizes, pair)
 
 
+def where_little_is_left(sizes: Sequence[int], capacity: Vector) -> Iterator[tuple[Vector, Vector]]:
+    """(compute row, storage row): the work done by one kind alone, parameters kept in proportion to memory by everyone, or by the others."""
+    everyone = range(len(sizes))
+    for kind in everyone if len(sizes) > 1 else ():
+        for keepers in (everyone, [k for k in everyone if k != kind]):
+            yield _among(capacity, sizes, [kind]), _among(capacity, sizes, keepers)
+
+
 def _among(weights: Vector, sizes: Sequence[int], chosen: Sequence[int]) -> Vector:
     """Shares of one device of each kind, in proportion to weights; of the chosen kinds alone."""
     shares = np.zeros(len(sizes))

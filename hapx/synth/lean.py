@@ -19,7 +19,7 @@ a program is complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import add, le, truediv
 
 import numpy as np
@@ -39,6 +39,7 @@ from hapx.synth.moments import Moments, made
 from hapx.synth.moves import Move
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
+from hapx.synth.seeds import Mask
 from hapx.synth.tables import TensorTable
 from hapx.synth.writer import Solution, solution
 
@@ -47,20 +48,21 @@ WIDTHS = Width(16), Width(6)  # of the beam, on meshes of one axis and of severa
 Sizes = tuple[Vector, Vector]  # of live values that nothing keeps, and of cotangents
 
 
-def leanest(problem: Problem, exact: CostModel, lengths: Lengths, key: ProgramKey) -> Solution:
+def leanest(problem: Problem, exact: CostModel, lengths: Lengths, key: ProgramKey, only: Mapping[int, Mask] | None = None) -> Solution | None:
     """A program whose peak is a small part of what may be used of the fullest device; that part, by what is known here, is its `cost`. exact: the
-    costs at these lengths. Raises Crowded where a step has too many moves (see `hapx.synth.moves`)."""
+    costs at these lengths. only: by id of a step class, the choices that are looked at; None if they lead nowhere. Raises Crowded where a step has
+    too many moves (see `hapx.synth.moves`)."""
     statistics = Statistics()
-    last = beam(Lean(problem, exact, lengths), WIDTHS[len(problem.theory.mesh.axes) > 1], statistics)
-    assert last is not None, "nothing is left out"
-    return solution(problem, last, last.estimate, key, statistics)
+    last = beam(Lean(problem, exact, lengths, only), WIDTHS[len(problem.theory.mesh.axes) > 1], statistics)
+    assert last is not None or only is not None, "nothing is left out"
+    return solution(problem, last, last.estimate, key, statistics) if last is not None else None
 
 
 class Lean:
     """The domain of the beam. Estimates are the part that the peak so far is of what may be used; `spent`: the same of all that stays."""
 
-    def __init__(self, problem: Problem, exact: CostModel, lengths: Lengths):
-        self.problem, self.exact, self.kinds = problem, exact, len(exact.kinds)
+    def __init__(self, problem: Problem, exact: CostModel, lengths: Lengths, only: Mapping[int, Mask] | None = None):
+        self.problem, self.exact, self.kinds, self.only = problem, exact, len(exact.kinds), only
         self.capacity: Vector = tuple(exact.capacity.tolist())
         self.depth = len(problem.steps)
         training = exact.mode == "train"
@@ -96,7 +98,8 @@ class Lean:
     def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
         step, following = self.problem.steps[state.level], self.following[self.region[state.level] >= 0]
         reads = state.place & step.reads
-        for choice in range(len(step.kind.choices)):
+        allowed = self.only.get(id(step.kind)) if self.only is not None else None
+        for choice in range(len(step.kind.choices)) if allowed is None else np.flatnonzero(allowed).tolist():
             yield from self._follow(state, following(state.level, reads, choice).moves, limit)
 
     def again(self, state: State, limit: float) -> list[State] | None:

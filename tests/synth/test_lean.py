@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.planning_cases import case as random_case
+from hapx.alternation import Alternation, Counters
 from hapx.balancer.lp import Objective, objective
 from hapx.balancer.rounding import Lengths, per_device, round_ratios
 from hapx.cluster.spec import ClusterSpec
@@ -18,8 +20,9 @@ from hapx.fitting import Fitting
 from hapx.graph.capture import capture
 from hapx.ir import Graph
 from hapx.planner import key_of, views
+from hapx.progress import Teller
 from hapx.restriction import AUTO
-from hapx.squeezing import Ratios, Squeezing
+from hapx.squeezing import Ratios, Squeezing, Tight
 from hapx.synth.lean import Lean, leanest
 from hapx.synth.problem import Problem, build
 from hapx.synth.search import least_memory
@@ -41,7 +44,9 @@ class Case:
     lengths: Lengths
 
     def leanest(self) -> Solution:
-        return leanest(self.problem, self.costs.at_lengths(self.lengths), self.lengths, self.fitting.key)
+        found = leanest(self.problem, self.costs.at_lengths(self.lengths), self.lengths, self.fitting.key)
+        assert found is not None
+        return found
 
     def least_sum(self) -> Solution:
         return least_memory(self.problem, self.costs.lengths_to_shares(self.lengths), tuple(self.fitting.capacity), self.fitting.key)
@@ -125,3 +130,28 @@ def test_other_ratios_take_the_peak_down(gpt: Graph) -> None:
     assert 1 < found[True].part < 0.9 * found[False].part
     tight = found[True]
     assert tight.part == pytest.approx(float((own.fitting.peak(tight.solution, tight.lengths)[0] / own.fitting.capacity).max()))
+
+
+@pytest.mark.parametrize("seed", [38, 137])
+def test_in_very_small_problems_other_families_of_programs_may_lead_to_less(seed: int) -> None:
+    of, counters = random_case(seed), Counters()
+    types = {name: replace(kind, memory=100) for name, kind in of.setting.cluster.device_types.items()}
+    setting = replace(of.setting, cluster=replace(of.setting.cluster, device_types=types))
+    alternation = Alternation(setting, derive(of.graph, of.mesh), counters, Teller(None, counters.search, of.mesh.name, 1, 1, float("inf")))
+
+    def tightest(families: bool) -> Tight:
+        own = Squeezing(alternation.problem, alternation.fitting, alternation._goal, alternation._lengths, free=True, fixed={})
+        assert len(own.families) == 3
+        own.families = own.families if families else (None,)
+        return own.tightest(alternation._starts_tight())
+
+    plain, found = tightest(False), tightest(True)
+    assert 1 < found.part < 0.95 * plain.part
+    peak, _ = alternation.fitting.peak(found.solution, found.lengths)
+    assert found.part == pytest.approx(float((peak / alternation.fitting.capacity).max()))
+
+
+def test_a_family_that_cannot_do_a_step_leads_nowhere(gpt: Graph) -> None:
+    own = case(gpt, SCARCE, "even")
+    nothing = {id(step.kind): np.zeros(len(step.kind.choices), dtype=bool) for step in own.problem.steps}
+    assert leanest(own.problem, own.costs.at_lengths(own.lengths), own.lengths, own.fitting.key, nothing) is None
