@@ -37,7 +37,7 @@ from hapx.plan import ProgramKey
 from hapx.restriction import AUTO, Restriction
 from hapx.states import Placement
 from hapx.synth.astar import TOLERANCE, Statistics, Width, beam, search
-from hapx.synth.domain import State, Synthesis
+from hapx.synth.domain import State, Synthesis, moves_of
 from hapx.synth.effect import Vector, compose
 from hapx.synth.limited import fitting
 from hapx.synth.moves import Crowded
@@ -45,13 +45,14 @@ from hapx.synth.problem import Problem, build
 from hapx.synth.seeds import seeds
 from hapx.synth.splices import Splices
 from hapx.synth.tables import Values, numbered
-from hapx.synth.writer import Solution, solution
+from hapx.synth.writer import Solution, choices_of, solution
 from hapx.theory.triple import Theory
 
 NARROW, WIDTH = Width(1), Width(4)  # of the beams that a search begins with
 REMEMBERED = 2  # programs that the next search begins with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
 SHORT = BUDGET // 6  # where little is to be expected
+NEARBY = 0.05  # relative difference of shares at which wider beams hardly find anything else than before
 AGAIN = 20_000  # the same once more, where beams found something better and left less than `NEAR`, on one axis and up to `NEARLY[1]` steps
 LONG = 60_000  # the same for problems of up to EXACT steps in which memory binds, where a single one is searched
 EXACT = 100  # steps up to which a problem is solved to the end
@@ -230,8 +231,10 @@ def _search(
     pace = PACE if len(problem.steps) > EXACT else ()
     best = search(domain, own, best, min(budget, SHORT) if short else budget, within, problem.watch, pace)
     before = best
-    if wide and not problem.within:
+    if wide and not problem.within and own.unproven and not _found_by_wider(domain, best):
         best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1] if problem.exposed == 1 else PARTLY, within)
+        if best is not None:
+            problem.widened = choices_of(moves_of(best)), problem.exposed, domain.prices, domain.moves.values.shares
     solvable = len(problem.theory.mesh.axes) == 1 and len(problem.steps) <= NEARLY[1] and tolerance is None and not short
     if best is not None and best is not before and solvable:
         best = _once_more(domain, own, best, within)
@@ -279,6 +282,17 @@ def _widened(
             assert best is not None
     statistics.gap = max(0.0, 1 - bound / best.estimate)
     return best
+
+
+def _found_by_wider(domain: Synthesis, best: State | None) -> bool:
+    """Whether a program of a larger problem is what wider beams had found before at nearly these shares: then they hardly find another one."""
+    problem = domain.problem
+    if problem.widened is None or best is None or len(problem.steps) <= EXACT:
+        return False
+    choices, exposed, prices, shares = problem.widened
+    own = domain.moves.values.shares
+    near = exposed == problem.exposed and prices == domain.prices and all(np.allclose(own[c], shares[c], rtol=NEARBY, atol=0) for c in own)
+    return near and choices == choices_of(moves_of(best))
 
 
 def _once_more(domain: Synthesis, statistics: Statistics, best: State, within: float) -> State:

@@ -5,7 +5,7 @@ In: the last partial program of a search. Out: a `Solution`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -38,15 +38,20 @@ class Solution:
     prices: Vector | None = None
 
 
-def solution(problem: Problem, last: State, cost: float, key: ProgramKey, statistics: Statistics, prices: Vector | None = None) -> Solution:
-    """The program of a complete state. Equal choices are written once: searches at other shares often end with the same program."""
-    moves = moves_of(last)
+def choices_of(moves: Sequence[Move]) -> tuple[int, ...]:
+    """Equal for equal programs of a problem, at whatever shares and prices they were found."""
     # tables keep what a use is made of, so its identity stays its own; alike steps share their moves
     chosen = {
         id(move): (move.choice.index, *[id(part) for use in move.uses for part in (use.kept, use.conversion)])
         for move in {id(move): move for move in moves}.values()
     }
-    choices = tuple(chain.from_iterable([chosen[id(move)] for move in moves]))
+    return tuple(chain.from_iterable([chosen[id(move)] for move in moves]))
+
+
+def solution(problem: Problem, last: State, cost: float, key: ProgramKey, statistics: Statistics, prices: Vector | None = None) -> Solution:
+    """The program of a complete state. Equal choices are written once: searches at other shares often end with the same program."""
+    moves = moves_of(last)
+    choices = choices_of(moves)
     if (choices, key) not in problem.written:
         writer = _Writer(problem)
         for level, move in enumerate(moves):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hapx.errors import InsufficientMemoryError
@@ -11,11 +12,12 @@ from hapx.ir import Output
 from hapx.restriction import Restriction
 from hapx.states import Property, Sharded
 from hapx.synth import domain
+from hapx.synth import search as synth_search
 from hapx.synth.astar import Statistics, Width, beam, search
 from hapx.synth.domain import Synthesis
 from hapx.synth.exhaustive import Enumeration
 from hapx.synth.problem import build
-from hapx.synth.search import least_memory, program_key, solve, synthesize
+from hapx.synth.search import attempt, least_memory, program_key, solve, synthesize
 from hapx.theory.replay import replay
 from support import toy
 
@@ -91,6 +93,30 @@ def test_the_smallest_program_says_how_good_it_is(monkeypatch):
     best = Enumeration(theory, costs, shares, limits=limits, forms=PADDED).run().cost
     assert found.cost > best
     assert found.cost * (1 - found.statistics.gap) <= best * (1 + 1e-9)
+
+
+def test_wider_beams_are_asked_once_at_nearly_the_same_shares(monkeypatch):
+    """In larger problems whose searches end with their budget."""
+    for name in ("EXACT", "BUDGET", "SHORT"):
+        monkeypatch.setattr(f"hapx.synth.search.{name}", 0)
+    asked = []
+    widened = synth_search._widened
+    monkeypatch.setattr("hapx.synth.search._widened", lambda *given: asked.append(given) or widened(*given))
+    theory, costs, shares = case(25)
+    problem = build(theory, costs, RULE)
+
+    def found(shares):
+        asked.clear()
+        solution, _ = attempt(problem, shares, None, program_key(theory), budget=0)
+        return solution, len(asked)
+
+    first, times = found(shares)
+    assert times == 1 and first.statistics.unproven
+    near = {cut: own * (1 + 1e-3 * np.arange(len(own))) for cut, own in shares.items()}
+    again, times = found(near)
+    assert times == 0 and again.choices == first.choices
+    far = {cut: own[::-1] * np.array([1.0, *[0.5] * (len(own) - 1)]) for cut, own in shares.items()}
+    assert found(far)[1] == 1
 
 
 def test_least_memory_is_least():
