@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,14 @@ from hapx.synth.sheet import Weighted
 from hapx.synth.tables import bits
 
 
+class Column(NamedTuple):
+    """What is known at a level by the tables of a context: the bound that none of the live values gives, and per value where it has its bits, their
+    mask, and the bound by what is available of them."""
+
+    general: Vector
+    values: list[tuple[int, int, dict[int, Vector]]]
+
+
 class Bound:
     """Bounds of a problem at the shares and prices of `moves`; what was computed once is kept."""
 
@@ -36,6 +45,8 @@ class Bound:
         self.relaxation = Relaxation(problem, moves)
         self.none: Vector = (0.0,) * len(self.relaxation.weights)
         self._parts: dict[tuple[int, int, int, int], Vector] = {}
+        self._columns: dict[tuple[int, int], Column] = {}
+        self._priced: list[dict[int, list[Context]]] = [{} for _ in range(len(problem.steps) + 1)]  # by what is available of parameters
         self._at: list[dict[int, Vector]] = [{} for _ in range(len(problem.steps) + 1)]
         self._likely: list[dict[int, Vector]] = [{} for _ in problem.steps]
         self._bounds: dict[tuple[int, bool, int], tuple[Numbers, bool]] = {}
@@ -57,13 +68,13 @@ class Bound:
         """As `rest`, with what all live values add: no bound."""
         known = self._likely[level]
         if place not in known:
-            parts = self._rests(level, place, [self._context(level, place)], apart=True)
+            parts = self._rests(level, place, self._contexts(level, place)[:1], apart=True)
             known[place] = tuple([least + sum([x - least for x in own if x > least]) for least, *own in zip(*parts, strict=True)])
         return known[place]
 
     def quick(self, level: int, place: int) -> Vector | None:
         """As `rest`, but parameters that are used again are free; None where `rest` takes no longer, because their prices are known."""
-        if place in self._at[level] or self.relaxation.knows(self._uses(level, place)):
+        if place in self._at[level] or place & self.outline.priced[level] in self._priced[level] or self.relaxation.knows(self._uses(level, place)):
             return None
         return self._rest(level, place, [self.relaxation.general])
 
@@ -108,13 +119,15 @@ class Bound:
             self._steps[key] = total
         return self._steps[key]
 
-    def _context(self, level: int, place: int) -> Context:
-        return self.relaxation.context(self._uses(level, place))
-
     def _contexts(self, level: int, place: int) -> list[Context]:
-        """That, and what knows of a parameter that is not yet live."""
-        coming = self.relaxation.coming(level)
-        return [self._context(level, place)] + ([coming] if coming is not None else [])
+        """The one that knows the placements of the parameters that are live, and the one that knows of a parameter that is not yet."""
+        priced = place & self.outline.priced[level]
+        known = self._priced[level].get(priced)
+        if known is None:
+            coming = self.relaxation.coming(level)
+            known = [self.relaxation.context(self._uses(level, place))] + ([coming] if coming is not None else [])
+            self._priced[level][priced] = known
+        return known
 
     def _uses(self, level: int, place: int) -> tuple[Use, ...]:
         return tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self.outline.stored[level]])
@@ -127,7 +140,8 @@ class Bound:
 
     def _rests(self, level: int, place: int, contexts: Sequence[Context], apart: bool = False) -> list[Vector]:
         """The bounds by none of the live values, by each of them and by those of each join ahead. apart: none of a value whose join says it."""
-        found, known = [self._part(level, context, GENERAL, 0) for context in contexts], 0
+        columns, known = [self._column(level, context) for context in contexts], 0
+        found = [column.general for column in columns]
         for join, made in self.outline.joined[level]:
             if made:
                 key = level, join.level, place & join.masks[made]
@@ -135,15 +149,26 @@ class Bound:
                     self._together[key] = tuple(self.relaxation.ahead[join.level].bound(level, place).tolist())
                 found.append(self._together[key])
                 known |= join.masks[made]
-        for shift, value in self.outline.values[level].items():
-            if not apart or not known >> shift & 1:
-                mask = place >> shift & value.table.full
-                found += [self._part(level, context, shift, mask) for context in contexts]
+        for context, column in zip(contexts, columns, strict=True):
+            for shift, full, parts in column.values:
+                if not apart or not known >> shift & 1:
+                    mask = place >> shift & full
+                    part = parts.get(mask)
+                    if part is None:
+                        part = parts[mask] = self._part(level, context, shift, mask)
+                    found.append(part)
         return found
+
+    def _column(self, level: int, context: Context) -> Column:
+        key = level, id(context)  # contexts are kept by the relaxation
+        if key not in self._columns:
+            values = [(shift, value.table.full, dict[int, Vector]()) for shift, value in self.outline.values[level].items()]
+            self._columns[key] = Column(self._part(level, context, GENERAL, 0), values)
+        return self._columns[key]
 
     def _part(self, level: int, context: Context, shift: int, mask: int) -> Vector:
         """The bound that one live value gives (`GENERAL`: none of them)."""
-        key = level, id(context), shift, mask  # contexts are kept by the relaxation
+        key = level, id(context), shift, mask
         if key not in self._parts:
             if level < context.bottom:
                 parts = [map(add, self._part(level, other, shift, mask), more) for other, more in self.relaxation.below(context)]

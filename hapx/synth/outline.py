@@ -57,8 +57,8 @@ class Later(NamedTuple):
 
 class Outline:
     """Per level: `first`: per slot, whether it is a parameter used for the first time. `stored`: of the largest parameters that are live the next use
-    (level, slot) and their bits (shift, mask); `placed`: whether the step makes such ones live where there were none; `values`: the other values, by
-    where they have their bits. `places`: that, and -1."""
+    (level, slot) and their bits (shift, mask); `priced`: all of these bits; `placed`: whether the step makes such ones live where there were none;
+    `values`: the other values, by where they have their bits. `places`: that, and -1."""
 
     def __init__(self, steps: tuple[Step, ...]):
         self.first = [_first(step) for step in steps]
@@ -91,6 +91,7 @@ class Outline:
             self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in large]))
             self.values.append({at: value[n] for n, t, at in step.live if not t.stored})
         self.stored.reverse()
+        self.priced = [sum(full << shift for _, _, shift, full in own) for own in (*self.stored, ())]  # the bits of these
         self.coming.reverse()
         self.placed = [bool(after) and not before for before, after in pairwise([*self.stored, ()])]
         self.values.reverse()
