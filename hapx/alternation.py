@@ -53,6 +53,7 @@ HOPELESS = 1.5  # what costs that much more than the best of the others at its f
 CORRECTIONS = 4  # searches at most for one program whose peak fits
 FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
 FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
+MANY_STEPS = 300  # of one that is searched from one start only where it is known that memory binds
 MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not believed to be that far from the true one
 MUCH = 20_000  # partial programs, after which a problem is not also searched as strategies by name:
 BY_NAME = ("tensor-parallel", "zero")
@@ -397,7 +398,7 @@ class Alternation:
             return [self._explicit(ratios)]
         if self.setting.start is not None:
             return [self._by_kind(self.setting.start)]
-        if ratios == "balanced" and self.setting.tight and self.rows and not self.small:
+        if ratios == "balanced" and self.setting.tight and self.rows and len(self.problem.steps) > MANY_STEPS:
             return [self._by_memory()]
         if ratios == "balanced" and self.before is not None and len(self.theory.mesh.axes) > 1 and len(self.problem.steps) > FEW_STEPS:
             return [self._as_before(self.before)]

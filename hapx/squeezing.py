@@ -36,11 +36,14 @@ from hapx.synth.writer import Solution
 
 ROUNDS = 4  # of balancing and searching, from the best program, or from so many in problems of so few steps
 BEGUN = 3
+REACH = 1.3  # times the best part so far, above which a program is not begun with,
+FAR = 2.0  # nor where it needs so many times what there is
 VERY_FEW_STEPS = 30
 BETTER = 0.005  # relative improvement with which these go on
 UNITS = 10_000  # steps of programs whose peaks are looked at while units are moved
 
 Ratios = Mapping[Row, Vector]
+Family = Mapping[int, Mask] | None  # by id of a step class, the choices of its programs; None: all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,46 +68,58 @@ class Squeezing:
         self.problem, self.fitting, self.goal, self.lengths, self.free, self.fixed = problem, fitting, goal, lengths, free, fixed
         self.costs, self.capacity = problem.costs, fitting.capacity
         self.units = UNITS // len(problem.steps)  # peaks that are left to look at
-        # choices by step class: all of them, and those of a family of programs
-        self.families: tuple[Mapping[int, Mask] | None, ...] = (None, *(seeds(problem) if len(problem.steps) <= VERY_FEW_STEPS else ()))
+        self.small = len(problem.steps) <= VERY_FEW_STEPS
+        self.families: list[Family] = [None, *(seeds(problem) if self.small else ())]
 
     def tightest(self, starts: Iterable[Ratios]) -> Tight:
         """The first program that fits, else the one of the least peak that was found."""
-        found: list[Tight] = []
+        found: list[tuple[Tight, Family]] = []
         for ratios in {tuple(self.lengths(r).items()): r for r in starts}.values():
-            for only in self.families:
-                own = self._leanest(self.lengths(ratios), ratios, only)
+            for family in tuple(self.families):
+                own = self._leanest(self.lengths(ratios), ratios, family)
                 if own is not None and own.part <= 1:
                     return own
-                found += [own] if own is not None else []
-        found.sort(key=attrgetter("part"))
-        several = list({own.solution.choices: own for own in reversed(found)}.values())[::-1]
-        best = found[0]
-        for own in several[: BEGUN if len(self.families) > 1 else 1] if self.free else ():
-            best = min(best, self._squeezed(own), key=attrgetter("part"))
+                found += [(own, family)] if own is not None else []
+        if not found:
+            self.families = [None]
+            own = self._leanest(self.lengths(ratios), ratios, None)
+            assert own is not None, "of all programs one has the least sum"
+            found = [(own, None)]
+        found.sort(key=lambda one: one[0].part)
+        several = list({own.solution.choices: (own, family) for own, family in reversed(found)}.values())[::-1]
+        best = found[0][0]
+        for own, family in several[: BEGUN if self.small else 1] if self.free else ():
+            if own is not several[0][0] and own.part > min(REACH * best.part, FAR):
+                break
+            best = min(best, self._squeezed(own, family), key=attrgetter("part"))
             if best.part <= 1:
                 break
         return best
 
-    def _squeezed(self, best: Tight) -> Tight:
-        """From a program on."""
+    def _squeezed(self, best: Tight, family: Family) -> Tight:
+        """From a program of a family on, among all programs if they can be looked at."""
         for _ in range(ROUNDS):
             before = best
             balanced = self._by_units(self._balanced(best))
             best = balanced
             if best.part > 1 and balanced.lengths != before.lengths:
-                again = self._leanest(balanced.lengths, balanced.ratios)
+                again = self._leanest(balanced.lengths, balanced.ratios, None if None in self.families else family)
                 best = again if again is not None and again.part < best.part else best
             if best.part <= 1 or best.part > before.part * (1 - BETTER):
                 break
         return best
 
-    def _leanest(self, lengths: Lengths, ratios: Ratios, only: Mapping[int, Mask] | None = None) -> Tight | None:
+    def _leanest(self, lengths: Lengths, ratios: Ratios, family: Family) -> Tight | None:
+        """Of a family; where some step has too many moves, the program of the least sum if there is no other family, else the family is given up."""
         exact, key = self.costs.at_lengths(lengths), self.fitting.key
+        own: Solution | None = None
         try:
-            own = leanest(self.problem, exact, lengths, key, only)
+            own = leanest(self.problem, exact, lengths, key, family)
         except Crowded:
-            own = least_memory(self.problem, self.costs.lengths_to_shares(lengths), tuple(self.capacity.tolist()), key) if only is None else None
+            if len(self.families) > 1:
+                self.families = [other for other in self.families if other is not family]
+            else:
+                own = least_memory(self.problem, self.costs.lengths_to_shares(lengths), tuple(self.capacity.tolist()), key)
         return self._tight(own, lengths, ratios, exact) if own is not None else None
 
     def _tight(self, own: Solution, lengths: Lengths, ratios: Ratios, exact: CostModel | None = None) -> Tight:

@@ -187,8 +187,8 @@ def test_large_problems_begin_in_proportion_to_memory_where_it_is_known_to_bind(
     def begun(tight: bool) -> Alternation:
         return Alternation(replace(of.setting, tight=tight), theory, counters, Teller(None, counters.search, of.mesh.name, 1, 1, inf))
 
-    assert len(begun(tight=True)._starts()) == 2, "a small one begins everywhere"
-    monkeypatch.setattr("hapx.alternation.FEW_STEPS", 1)
+    assert len(begun(tight=True)._starts()) == 2, "one of few steps begins everywhere"
+    monkeypatch.setattr("hapx.alternation.MANY_STEPS", 1)
     assert len(begun(tight=False)._starts()) == 2
     large = begun(tight=True)
     (start,) = large._starts()

@@ -142,7 +142,7 @@ def test_in_very_small_problems_other_families_of_programs_may_lead_to_less(seed
     def tightest(families: bool) -> Tight:
         own = Squeezing(alternation.problem, alternation.fitting, alternation._goal, alternation._lengths, free=True, fixed={})
         assert len(own.families) == 3
-        own.families = own.families if families else (None,)
+        own.families = own.families if families else [None]
         return own.tightest(alternation._starts_tight())
 
     plain, found = tightest(False), tightest(True)
