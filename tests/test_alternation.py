@@ -140,17 +140,20 @@ def test_plans_are_the_same_in_every_process() -> None:
     assert runs[0].stdout == runs[1].stdout
 
 
-@pytest.mark.parametrize("seed", [54, 354, 499])
-def test_where_memory_binds_nothing_that_a_strategy_by_name_finds_is_faster(seed: int) -> None:
-    """54 and 499 have their best program from there."""
+@pytest.mark.parametrize(("seed", "memory"), [(54, 1.0), (69, 1.1), (354, 1.0), (499, 1.0)])
+def test_where_memory_binds_nothing_that_a_strategy_by_name_finds_is_faster(seed: int, memory: float) -> None:
+    """Seed 69 was 30 % slower than tensor parallelism by name, 54 and 499 have their best program from there. memory: times what a case has, for no
+    strategy by name finds what fits into that of seed 69."""
     of = case(seed)
     assert of.binds
-    (best, *_), found = plan_spmd(of.setting, Counters(), [of.mesh]), []
+    types = {name: replace(kind, memory=int(kind.memory * memory)) for name, kind in of.setting.cluster.device_types.items()}
+    setting = replace(of.setting, cluster=replace(of.setting.cluster, device_types=types))
+    (best, *_), found = plan_spmd(setting, Counters(), [of.mesh]), []
     assert best.fits
     for name in BY_NAME:
         rule = Restriction(name, split=BASELINES[name].split, storage=BASELINES[name].storage, sfb="never", segments="none")
         with suppress(InsufficientMemoryError):
-            found += [c for c in plan_spmd(replace(of.setting, rule=rule), Counters(), [of.mesh]) if c.fits]
+            found += [c for c in plan_spmd(replace(setting, rule=rule), Counters(), [of.mesh]) if c.fits]
     assert found, "one of them fits"
     assert best.time <= min(c.time for c in found) * (1 + 1e-3)
     assert 0 <= best.gap < 1
