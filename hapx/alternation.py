@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain
 from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any, Literal
@@ -237,10 +237,12 @@ class Alternation:
         """Where that is looked for."""
         yield from self._starts()
         if self.free and self.setting.start is None:
+            if len(self.problem.steps) > VERY_FEW_STEPS:
+                yield self._by_memory()
+                return
             speeds, capacity = np.asarray(self.costs.speeds), self.fitting.capacity
-            several = list(where_memory_binds(speeds, self.sizes, capacity, lambda: speeds))
-            every = len(self.problem.steps) <= VERY_FEW_STEPS
-            for compute, storage in [*several, *where_little_is_left(self.sizes, capacity)] if every else several[2:3]:
+            several = where_memory_binds(speeds, self.sizes, capacity, lambda: speeds), where_little_is_left(self.sizes, capacity)
+            for compute, storage in chain.from_iterable(several):
                 yield {r: storage if r.kind == "storage" else compute for r in self.rows}
 
     def fits(self) -> InsufficientMemoryError | None:
@@ -410,8 +412,8 @@ class Alternation:
 
     def _by_memory(self) -> dict[Row, Vector]:
         """Everything in proportion to memory."""
-        *_, shares = islice(where_memory_binds(np.asarray(self.costs.speeds), self.sizes, self.fitting.capacity, lambda: self.fitting.capacity), 3)
-        return {row: shares[row.kind == "storage"] for row in self.rows}
+        capacity = self.fitting.capacity
+        return dict.fromkeys(self.rows, capacity / (capacity * self.sizes).sum())
 
     def _as_before(self, best: Candidate) -> dict[Row, Vector]:
         """The shares of a candidate of another view, added up over the devices of each coordinate."""

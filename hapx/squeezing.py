@@ -36,9 +36,9 @@ from hapx.synth.writer import Solution
 
 ROUNDS = 4  # of balancing and searching, from the best program, or from so many in problems of so few steps
 BEGUN = 3
-REACH = 1.3  # times the best part so far, above which a program is not begun with,
-FAR = 2.0  # nor where it needs so many times what there is
 VERY_FEW_STEPS = 30
+REACH = 1.3  # times the best part so far, above which no other program is begun with,
+FAR = 2.0  # nor where it needs so many times what there is
 BETTER = 0.005  # relative improvement with which these go on
 UNITS = 10_000  # steps of programs whose peaks are looked at while units are moved
 

@@ -40,6 +40,12 @@ class Effect(NamedTuple):
         pending = sum(self.forward) + sum(self.backward) + sum(self.forward_pre or ()) + sum(self.backward_pre or ())
         return self.const + pending / n
 
+    @property
+    def seconds(self) -> float:
+        """Of a whole program: every phase takes as long as its slowest kind."""
+        phases = (self.forward_pre, self.forward, self.backward_pre, self.backward)
+        return self.const + sum(max(own) for own in phases if own is not None)
+
 
 _new = tuple.__new__  # an Effect without its constructor's checks of arguments: searches make very many
 

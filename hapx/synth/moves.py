@@ -69,6 +69,12 @@ class Move(NamedTuple):
     choice: Choice
     uses: tuple[Use, ...]
 
+    @property
+    def does(self) -> tuple[int, ...]:
+        """Equal for moves of a step class that do the same, at whatever shares and prices: tables keep what a use is made of, so its identity stays
+        its own."""
+        return self.choice.index, *[id(part) for use in self.uses for part in (use.kept, use.conversion)]
+
 
 Item = TypeVar("Item", Option, Way, Move)
 

@@ -234,7 +234,7 @@ def _search(
     if wide and not problem.within and own.unproven and not _found_by_wider(domain, best):
         best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1] if problem.exposed == 1 else PARTLY, within)
         if best is not None:
-            problem.widened = choices_of(moves_of(best)), problem.exposed, domain.prices, domain.moves.values.shares
+            problem.widened = choices_of(moves_of(best)), problem.exposed, domain.moves.capacity, domain.moves.values.shares
     solvable = len(problem.theory.mesh.axes) == 1 and len(problem.steps) <= NEARLY[1] and tolerance is None and not short
     if best is not None and best is not before and solvable:
         best = _once_more(domain, own, best, within)
@@ -289,9 +289,9 @@ def _found_by_wider(domain: Synthesis, best: State | None) -> bool:
     problem = domain.problem
     if problem.widened is None or best is None or len(problem.steps) <= EXACT:
         return False
-    choices, exposed, prices, shares = problem.widened
+    choices, exposed, capacity, shares = problem.widened
     own = domain.moves.values.shares
-    near = exposed == problem.exposed and prices == domain.prices and all(np.allclose(own[c], shares[c], rtol=NEARBY, atol=0) for c in own)
+    near = exposed == problem.exposed and capacity == domain.moves.capacity and all(np.allclose(own[c], shares[c], rtol=NEARBY, atol=0) for c in own)
     return near and choices == choices_of(moves_of(best))
 
 
@@ -324,8 +324,7 @@ def _timed(problem: Problem, shares: Shares, least: Solution, statistics: Statis
     total = values.effect(numbered(problem.terms, StepCost(None, None, (), None)))
     for step in least.steps:
         total = compose(total, values.effect(numbered(problem.terms, step)))
-    seconds = total.const + sum(max(v) for v in (total.forward_pre, total.forward, total.backward_pre, total.backward) if v is not None)
-    return replace(least, cost=seconds, statistics=statistics)
+    return replace(least, cost=total.seconds, statistics=statistics)
 
 
 def too_small(problem: Problem, least: Solution, limits: Vector) -> InsufficientMemoryError:

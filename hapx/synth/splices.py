@@ -59,7 +59,7 @@ class Splices:
         if any(np.array_equal(own.numbers, other.numbers) for other in self.known):
             return None
         if (own.bytes_after[0] <= self.free).all():
-            self.seconds = min(self.seconds, _seconds(own.after[0]))
+            self.seconds = min(self.seconds, own.after[0].seconds)
         best: State | None = None
         for other in self.known:
             for first, second in ((own, other), (other, own)):
@@ -74,24 +74,21 @@ class Splices:
     def _spliced(self, first: Known, second: Known) -> State | None:
         """The best program that begins and goes on as these do, if it takes less than what is known."""
         best: State | None = None
-        for level in self._promising(first, second):
-            if self._least(first, level, second) >= self.seconds * (1 - LESS):
+        for least, level in self._promising(first, second):
+            if least >= self.seconds * (1 - LESS):
                 break
             made, total = self._continued(first, level, second)
-            if total is not None and _seconds(total) < self.seconds * (1 - LESS):
-                best, self.seconds = _chain([*first.moves[:level], *made], first.places[: level + 1], self.domain), _seconds(total)
+            if total is not None and total.seconds < self.seconds * (1 - LESS):
+                best, self.seconds = _chain([*first.moves[:level], *made], first.places[: level + 1], self.domain), total.seconds
         return best
 
-    def _promising(self, first: Known, second: Known) -> list[int]:
-        """Steps before which a program may begin to go on as another, so that it fits if conversions take no memory; the fastest first, if they take
-        no time. Of steps between which the two do the same the first one."""
-        same = np.concatenate([[False], first.numbers[:-1] == second.numbers[:-1]])
+    def _promising(self, first: Known, second: Known) -> list[tuple[float, int]]:
+        """Steps before which a program may begin to go on as another, so that it fits if conversions take no memory, with its seconds, the fewest
+        first, if they take no time. Of steps between which the two do the same the first one."""
+        same = np.concatenate([[True], first.numbers[:-1] == second.numbers[:-1]])
         fits = (first.bytes_before[:-1] + second.bytes_after[:-1] <= self.free).all(axis=1)
-        levels = np.flatnonzero(fits & ~same)[1:].tolist()
-        return sorted(levels, key=lambda level: self._least(first, level, second))[:TRIES]
-
-    def _least(self, first: Known, level: int, second: Known) -> float:
-        return _seconds(compose(first.before[level], second.after[level]))
+        levels = np.flatnonzero(fits & ~same).tolist()
+        return sorted((compose(first.before[level], second.after[level]).seconds, level) for level in levels)[:TRIES]
 
     def _continued(self, first: Known, level: int, second: Known) -> tuple[list[Move], Effect | None]:
         """What follows a step where a program goes on as another, and the effect of all; None where it cannot, does not fit, or takes too long."""
@@ -132,19 +129,12 @@ class Splices:
         return Known(domain, moves, np.array(numbers), places, before, after, *sizes)
 
     def _numbered(self, level: int, move: Move) -> int:
-        """The number of a move: tables keep what a use is made of, so its identity stays its own."""
         kind = self.domain.problem.steps[level].kind
-        key = id(kind), move.choice.index, *[id(part) for use in move.uses for part in (use.kept, use.conversion)]
+        key = id(kind), *move.does
         if key not in self._numbers:
             self._numbers[key] = len(self._effects)
             self._effects.append(self.domain.moves.again(kind, move).effect)
         return self._numbers[key]
-
-
-def _seconds(total: Effect) -> float:
-    """Of all moves of a program."""
-    ends = (total.forward_pre, total.forward, total.backward_pre, total.backward)
-    return total.const + sum(max(own) for own in ends if own is not None)
 
 
 def _chain(moves: list[Move], places: list[int], domain: Synthesis) -> State:

@@ -40,11 +40,7 @@ class Solution:
 
 def choices_of(moves: Sequence[Move]) -> tuple[int, ...]:
     """Equal for equal programs of a problem, at whatever shares and prices they were found."""
-    # tables keep what a use is made of, so its identity stays its own; alike steps share their moves
-    chosen = {
-        id(move): (move.choice.index, *[id(part) for use in move.uses for part in (use.kept, use.conversion)])
-        for move in {id(move): move for move in moves}.values()
-    }
+    chosen = {id(move): move.does for move in {id(move): move for move in moves}.values()}  # alike steps share their moves
     return tuple(chain.from_iterable([chosen[id(move)] for move in moves]))
 
 
