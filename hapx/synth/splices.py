@@ -85,9 +85,9 @@ class Splices:
     def _promising(self, first: Known, second: Known) -> list[tuple[float, int]]:
         """Steps before which a program may begin to go on as another, so that it fits if conversions take no memory, with its seconds, the fewest
         first, if they take no time. Of steps between which the two do the same the first one."""
-        same = np.concatenate([[True], first.numbers[:-1] == second.numbers[:-1]])
+        same = np.concatenate([[False], first.numbers[:-1] == second.numbers[:-1]])
         fits = (first.bytes_before[:-1] + second.bytes_after[:-1] <= self.free).all(axis=1)
-        levels = np.flatnonzero(fits & ~same).tolist()
+        levels = np.flatnonzero(fits & ~same)[1:].tolist()  # the first one is nearly all of the second program
         return sorted((compose(first.before[level], second.after[level]).seconds, level) for level in levels)[:TRIES]
 
     def _continued(self, first: Known, level: int, second: Known) -> tuple[list[Move], Effect | None]:
