@@ -19,11 +19,12 @@ export XDG_CONFIG_HOME := $(HERE)/config
 export MPLCONFIGDIR := $(HERE)/config/matplotlib
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup test hub lint format demo clean
+.PHONY: help setup test gpu hub lint format demo clean
 
 help:
 	@echo "make demo    set up and run the main job: examples/train_gpt.py on $(RANKS) processes"
 	@echo "make test    set up, then all checks and tests"
+	@echo "make gpu     set up, then the tests of what ranks compute with all ranks on the GPUs of this machine"
 	@echo "make hub     set up with the package transformers, then the tests with its models"
 	@echo "make lint    ruff, mypy, import-linter      make format  ruff format and fixes"
 	@echo "make setup   only install into .venv        make clean   remove .venv and caches"
@@ -48,6 +49,12 @@ $(STAMP): pyproject.toml constraints.txt
 test: setup lint
 	@mkdir -p $(FOLDERS)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --basetemp=$(VENV)/tmp/pytest
+
+# What ranks compute, on GPUs: they share them where there are too few. (The torch of the constraints file comes with CUDA where the index has it.)
+gpu: setup
+	@mkdir -p $(FOLDERS)
+	HAPX_TEST_DEVICE=cuda $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -W default --basetemp=$(VENV)/tmp/pytest -m "not slow" \
+	  tests/equivalence tests/collectives/test_dropout.py
 
 # Models of the package transformers, without downloads: made from configurations, with random weights.
 HUB_STAMP := $(VENV)/.installed-hub

@@ -1,6 +1,6 @@
 """Predicted and measured peak of memory, per model, strategy and rank.
 
-    python -m benchmarks.memory                  prints the table (four processes over gloo, or four GPUs over NCCL where there are as many)
+    python -m benchmarks.memory                  prints the table (four processes over gloo; over NCCL where there is a GPU, which they may share)
     python -m benchmarks.memory --write          and writes it to docs/memory.md
 
 Predicted is `plan.memory`. Measured is what `hapx.profile.memory.training_peak` finds in training steps with AdamW: what is allocated before the
@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.gpus import take_gpu
 from benchmarks.workloads import example_module
 from hapx.cluster.spec import ClusterSpec
 from hapx.collectives.communicator import create_groups
@@ -163,7 +164,7 @@ def planned(name: str, strategy: str, cuda: bool = False) -> tuple[str, Plan]:
 def measure(plan: Plan, name: str) -> Peak:
     """The peak of this rank (a collective call; the default process group is there)."""
     rank = dist.get_rank()
-    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     torch.manual_seed(0)
     module, batch = MODELS[name]()
     inputs = dict(zip(plan.graphs[plan.first].input_names, bind_inputs(module, batch).tensors, strict=True))
@@ -186,6 +187,8 @@ def measured(plans: Sequence[tuple[str, Plan]], cuda: bool = False) -> list[list
 
 def _rank(rank: int, folder: str, plans: Sequence[tuple[str, str]], cuda: bool) -> list[Peak]:
     torch.set_num_threads(1)
+    if cuda:
+        take_gpu(rank, RANKS)
     store = dist.FileStore(str(Path(folder, "store")), RANKS)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=RANKS)
     try:
@@ -195,7 +198,7 @@ def _rank(rank: int, folder: str, plans: Sequence[tuple[str, str]], cuda: bool) 
 
 
 def rows(models: Sequence[str], strategies: Sequence[str] = STRATEGIES) -> list[Row]:
-    cuda = torch.cuda.device_count() >= RANKS
+    cuda = torch.cuda.is_available()
     plans = [(name, *planned(name, strategy, cuda)) for name in models for strategy in strategies]
     peaks = measured([(name, plan) for name, _, plan in plans], cuda)
     return [

@@ -238,7 +238,7 @@ class ProcessGroupCommunicator:
 
     @lost_rank()
     def barrier(self) -> None:
-        dist.barrier(self.group)
+        dist.barrier(self.group, device_ids=[torch.cuda.current_device()] if dist.get_backend(self.group) == "nccl" else None)
 
 
 class _Running:

@@ -22,11 +22,12 @@ from hapx.collectives.losses import mean_loss, nll_loss, sum_loss
 
 
 def embedding(weight: Tensor, indices: Tensor, padding_idx: int, offset: int) -> Tensor:
-    """Rows of a table of which this device has rows offset, offset + 1, ... (perhaps none): Partial over the axis that splits them.
+    """Rows of a table of which this device has rows offset, offset + 1, ... (perhaps none): Partial over the axis that splits them. A table without
+    columns is not looked up: the kernel's backward on GPUs writes one all the same.
 
     Other ids give zeros. `padding_idx`: global id whose row gets no gradient, -1 for none."""
     rows = weight.shape[0]
-    if not rows:  # the sum of no rows: zeros that know their parameter
+    if not weight.numel():  # the sum of no rows: zeros that know their parameter
         return weight.sum(0).expand(*indices.shape, weight.shape[1]).contiguous()
     local = indices - offset
     mine = (local >= 0) & (local < rows)

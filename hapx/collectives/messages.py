@@ -95,7 +95,8 @@ def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None) ->
     """A messenger for the lanes (source, target, channel) that any process uses.
 
     Every process must call it with the same lanes: NCCL knows no channels, runs what is asked of one communicator one after the other, and lets a
-    message wait for its receiver; so that no lane waits for another, each has a process group, made by all. gloo needs none."""
+    message wait for its receiver; so that no lane waits for another, each has a process group, made by all. gloo needs none. NCCL also connects two
+    processes at their first message, for which each waits; here all connect in the same order, so that nobody waits for one who waits."""
     if dist.get_backend() == "gloo":
         return ProcessGroupMessenger()
     me, groups = dist.get_rank(), {}
@@ -106,7 +107,12 @@ def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None) ->
         group = dist.new_group(sorted((source, target)), timeout=timeout)
         if me in (source, target):
             groups[lane] = group
-    return ProcessGroupMessenger(groups)
+    messenger = ProcessGroupMessenger(groups)
+    for source, target, channel in sorted(groups):
+        byte = torch.zeros(1, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+        greeting = messenger.isend(byte, target, channel) if source == me else messenger.irecv(byte, source, channel)
+        greeting.wait()
+    return messenger
 
 
 class _Done:

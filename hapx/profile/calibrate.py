@@ -83,7 +83,7 @@ def calibrate(
         )
     share = seconds / 2 if grouped else seconds
     if grouped:
-        dist.barrier()  # all at once, as in training
+        ProcessGroupCommunicator().barrier()  # all at once, as in training
     mine = measure_device(device, precision, share, clock=clock, pause=pause)
     every = _gathered(asdict(mine)) if grouped else [asdict(mine)] * cluster.num_devices
     near = snap if snap is not None else (1.0 if device.type == "cpu" else SNAP)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,20 +42,32 @@ from hapx.runtime.scope import Scope, region_runs
 from hapx.states import Invariant, Placement, Property, Replicated, is_recut
 from hapx.transposes import TRANSPOSES
 
-# kernels that end the process on some empty tensors instead of refusing them (attention over no heads in half precision, torch 2.11)
-DANGEROUS = frozenset({"aten.scaled_dot_product_attention"})
+# kernels that end the process on some empty tensors instead of refusing them (attention over no heads in half precision, torch 2.11; on GPUs
+# backward of an embedding without columns, which writes one)
+DANGEROUS = frozenset({"aten.scaled_dot_product_attention", "aten.embedding"})
+# cuDNN's kernels keep other operands than PyTorch's own, which run where the batch is empty
+RECURRENT = frozenset({"aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"})
+
+
+@dataclass
+class UnderWay:
+    """The forward pass under way, if there is one and it keeps a graph."""
+
+    current: Pass | None = None
 
 
 class Synchronise(nn.Module):
-    """The place where a parameter enters the gradient synchroniser. `current`: the forward pass under way."""
+    """The place where a parameter enters the gradient synchroniser of the pass under way."""
 
-    def __init__(self, key: Key):
+    def __init__(self, key: Key, under_way: UnderWay):
         super().__init__()
-        self.key = key
-        self.current: Pass | None = None
+        self.key, self.under_way = key, under_way
 
     def forward(self, parameter: Tensor) -> Tensor:
-        return parameter if self.current is None else self.current.enter(self.key, parameter)
+        current = self.under_way.current
+        return parameter if current is None else current.enter(self.key, parameter)
+
+    __call__ = forward  # there are many of them, and nobody hooks them
 
     def extra_repr(self) -> str:
         return f"{self.key[0]}: gradients are summed over axes {self.key[1]}"
@@ -65,8 +77,8 @@ class Synchronise(nn.Module):
 class LocalProgram:
     """What one device runs. `parameters`, `buffers`, `inputs`: names of the module's arguments, in order; `input_placements`: in which
     placement each input arrives; `gives`: what it returns. `position`: this device's place under the lengths of this program.
-    `layout`: buckets of the parameters that `entries` take in. `snapshots`: buffers that get new values after the pass although backward may read
-    what they had."""
+    `layout`: buckets of the parameters that enter the synchroniser of the pass `under_way`. `snapshots`: buffers that get new values after the pass
+    although backward may read what they had."""
 
     key: ProgramKey
     graph: Graph
@@ -78,7 +90,7 @@ class LocalProgram:
     input_placements: Mapping[str, Placement]
     gives: tuple[Property, ...]
     layout: Layout
-    entries: tuple[Synchronise, ...]
+    under_way: UnderWay
     snapshots: frozenset[str]
 
     @property
@@ -132,7 +144,7 @@ class _Builder:
         self.root, self.modules = nn.Module(), Names(dir(nn.Module()))
         self.top = self.scope = Scope()
         self.entered: dict[Key, fx.Node] = {}
-        self.entries: list[Synchronise] = []
+        self.under_way = UnderWay()
         self.uses: list[Use] = []
         self.written = self.graph.written.keys() | {r.name for r in self.graph.refs.values() if r.mutated}
 
@@ -154,7 +166,7 @@ class _Builder:
         placements = {n: self.local_inputs.get(n, self.replicated) for n in inputs}
         layout = bucket_layout(self.uses, self.device, bucket_bytes)
         return LocalProgram(
-            self.key, self.graph, self.position, module, parameters, buffers, inputs, placements, ordered, layout, tuple(self.entries),
+            self.key, self.graph, self.position, module, parameters, buffers, inputs, placements, ordered, layout, self.under_way,
             snapshots(self.graph),
         )  # fmt: skip
 
@@ -261,8 +273,7 @@ class _Builder:
         """The parameter in the synchroniser: a node of the program, outside of all regions."""
         key = (ref.name, axes)
         if key not in self.entered:
-            entry = Synchronise(key)
-            self.entries.append(entry)
+            entry = Synchronise(key, self.under_way)
             self.uses.append(Use(key, math.prod(self.position.shape(ref.shape, stored.placement)), self.gradient_dtype or getattr(torch, ref.dtype)))
             self.entered[key] = self._submodule(f"synchronise_{identifier(ref.name)}", entry, self.top.read(stored), scope=self.top)
         return self.entered[key]
@@ -315,16 +326,20 @@ class _Builder:
         if triple.pre and all(0 in s for s in shapes):
             read = self.graph.nodes[triple.node].reads
             examples = [example(s, getattr(torch, read(r)), r.requires_grad, self.device) for s, r in zip(local, refs, strict=True)]
-            if call.op not in DANGEROUS and accepts(function, *fill_all(args, kwargs, examples), shapes):
+            if not self._another_kernel(call) and accepts(function, *fill_all(args, kwargs, examples), shapes):
                 return None
             described = [(s, getattr(torch, r.dtype), r.requires_grad) for s, r in zip(shapes, outputs, strict=True)]
-            return EmptyCall(call.target, described, listed, self._kept(triple.node))
+            return EmptyCall(call.target, described, listed, self._kept(triple.node, local))
         if call.op in CONVOLUTIONS and 0 in local[1]:  # input, weight, bias
             return EmptyConvolution(call.target, shapes[0])
         return None
 
-    def _kept(self, index: int) -> tuple[int, ...]:
-        """Which operands (as the call reads them) a node keeps for backward on devices where it has elements."""
+    def _another_kernel(self, call: OpCall) -> bool:
+        """Whether what is empty must not be given to a kernel, which is not the one of the other devices, or dangerous."""
+        return call.op in DANGEROUS or (call.op in RECURRENT and self.device.type == "cuda")
+
+    def _kept(self, index: int, local: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Which operands (as the call reads them) a node keeps for backward on devices where it has elements. local: their shapes here."""
         node = self.graph.nodes[index]
         function = find_operator(node.call.target)
         args, kwargs = self.arguments.of(function, node.call)
@@ -334,7 +349,10 @@ class _Builder:
             filled, named = fill_all(args, kwargs, operands)
             return function(*filled, **named)
 
-        return kept_operands(call, [(r.shape, getattr(torch, node.reads(r)), r.requires_grad) for r in refs], self.device)
+        real = node.call.op in RECURRENT and self.device.type == "cuda"
+        shapes = [tuple(max(n, 1) for n in shape) for shape in local] if real else [r.shape for r in refs]
+        operands = [(s, getattr(torch, node.reads(r)), r.requires_grad) for s, r in zip(shapes, refs, strict=True)]
+        return kept_operands(call, operands, self.device, real)
 
 
 def _with_states(placement: Placement, states: Mapping[int, Any]) -> Placement:

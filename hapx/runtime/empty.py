@@ -10,6 +10,7 @@ calls that do run keep what they would keep on the others, so that freed paramet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -49,16 +50,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(v)
 
 
-def kept_operands(function: Callable[..., Any], operands: Sequence[Description], device: torch.device) -> tuple[int, ...]:
-    """Positions of the operands that a call keeps for backward, itself or as a view; seen by running it on tensors without values."""
+def kept_operands(function: Callable[..., Any], operands: Sequence[Description], device: torch.device, real: bool = False) -> tuple[int, ...]:
+    """Positions of the operands that a call keeps for backward, itself or as a view; seen by running it on tensors without values, or with zeros on
+    the device (`real`: which kernel runs is decided there, and tensors without values are given to another one)."""
     kept: list[Tensor] = []
 
     def note(t: Tensor) -> Tensor:
         kept.append(t)
         return t
 
-    with FakeTensorMode(), saved_tensors_hooks(note, lambda t: t):
-        leaves = [torch.empty(shape, dtype=dtype, device=device, requires_grad=grad) for shape, dtype, grad in operands]
+    with nullcontext() if real else FakeTensorMode(), saved_tensors_hooks(note, lambda t: t):
+        leaves = [(torch.zeros if real else torch.empty)(shape, dtype=dtype, device=device, requires_grad=grad) for shape, dtype, grad in operands]
         results = function(*leaves)
         storages = {t.untyped_storage()._cdata for t in kept}
         found = tuple(i for i, x in enumerate(leaves) if x.untyped_storage()._cdata in storages)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,9 +126,10 @@ class GradientSynchroniser:
             del self.held[key]
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a finished gradient to the parameter's `.grad`."""
+        """Add a finished gradient, in the parameter's shape, to its `.grad`."""
         parameter = self.parameters[name]
-        gradient = gradient.view(parameter.shape).to(parameter.dtype)
+        if gradient.dtype != parameter.dtype:
+            gradient = gradient.to(parameter.dtype)
         if parameter.grad is None:
             parameter.grad = gradient
         else:
@@ -147,19 +147,31 @@ class Pass:
 
     def _reset(self) -> None:
         self.running = False
-        self.present: dict[Key, None] = {}
+        self.present: set[Key] = set()
         self.flat: dict[int, Tensor] = {}
+        self.places: dict[int, dict[Key, Tensor]] = {}  # the parts of a bucket, in the shapes of their parameters
         self.missing = [len(b.keys) for b in self.layout.buckets]
-        self.sums: list[tuple[tuple[Key, ...], Sum]] = []
+        self.sums: list[tuple[int, Sum]] = []  # of which bucket
         self.launched = 0
 
     def enter(self, key: Key, parameter: Tensor) -> Tensor:
-        """The parameter as used in this pass; its cotangent is this device's part of the gradient."""
-        result: Tensor = _Enter.apply(parameter, self, key)
-        return result
+        """The parameter as used in this pass; its cotangent is this device's part of the gradient.
 
-    def collect(self, key: Key, gradient: Tensor) -> None:
-        """Called by autograd with the local partial gradient."""
+        It is a view of a leaf of this pass, which is the parameter's storage. Autograd adds up what the uses bring, and visits nodes in the reverse
+        of the order in which they were made, but leaves as soon as it can: through the view a gradient arrives after everything that its first
+        use does in backward, gathering again included, on every device alike."""
+        if not parameter.requires_grad:
+            return parameter
+        own = parameter.detach().requires_grad_()
+        own.register_post_accumulate_grad_hook(lambda leaf: self._arrived(key, leaf))
+        return own.view_as(own)
+
+    def _arrived(self, key: Key, leaf: Tensor) -> None:
+        """Called by autograd: the leaf has its gradient."""
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        if gradient.requires_grad:
+            gradient = gradient.detach()
         if not self.running:
             self.running = True
             self.synchroniser.drop_zeroed()
@@ -167,33 +179,46 @@ class Pass:
         if self.aside:
             self.synchroniser.hold(key, gradient)
             return
-        self._fill(key, gradient)
-        buckets = self.layout.buckets
-        while self.launched < len(buckets) and not self.missing[self.launched]:
-            self._launch()
+        number = self._fill(key, gradient)
+        if number == self.launched and not self.missing[number]:
+            while self.launched < len(self.missing) and not self.missing[self.launched]:
+                self._launch()
 
-    def _fill(self, key: Key, gradient: Tensor) -> None:
-        slot = self.layout.slots[key]
-        bucket = self.layout.buckets[slot.bucket]
-        if slot.bucket not in self.flat:
-            size = buffer_size(self.synchroniser.communicators, bucket.axes, bucket.size)
-            self.flat[slot.bucket] = torch.zeros(size, dtype=bucket.dtype, device=bucket.device)
-        place = self.flat[slot.bucket][slot.start : slot.stop]
-        with torch.no_grad():
-            place += gradient.reshape(-1)
-            if key in self.synchroniser.held:
-                place += self.synchroniser.held.pop(key).reshape(-1)
-        self.present[key] = None
-        self.missing[slot.bucket] -= 1
+    def _fill(self, key: Key, gradient: Tensor) -> int:
+        """Puts a gradient into its bucket, whose number is returned."""
+        number = self.layout.slots[key].bucket
+        if number not in self.flat:
+            self._open(number)
+        place = self.places[number][key]
+        place.copy_(gradient)
+        if key in self.synchroniser.held:
+            place += self.synchroniser.held.pop(key)
+        self.present.add(key)
+        self.missing[number] -= 1
+        return number
+
+    def _open(self, number: int) -> None:
+        """Room for a bucket, zero behind its gradients."""
+        bucket = self.layout.buckets[number]
+        size = buffer_size(self.synchroniser.communicators, bucket.axes, bucket.size)
+        flat = torch.empty(size, dtype=bucket.dtype, device=bucket.device)
+        flat[bucket.size :].zero_()
+        self.flat[number], self.places[number] = flat, self._parts(bucket, flat)
+
+    def _parts(self, bucket: Bucket, flat: Tensor) -> dict[Key, Tensor]:
+        parts = flat[: bucket.size].split([slot.stop - slot.start for slot in map(self.layout.slots.__getitem__, bucket.keys)])
+        return {key: part.view(self.synchroniser.parameters[key[0]].shape) for key, part in zip(bucket.keys, parts, strict=True)}
 
     def _launch(self) -> None:
         """Start to sum the next bucket, if anything is in it; the sums before it go one step further."""
         bucket, flat = self.layout.buckets[self.launched], self.flat.get(self.launched)
         if flat is not None:
             self._advance()
+            for key, place in self.places[self.launched].items():
+                if key not in self.present:
+                    place.zero_()
             # shards of zero length are empty on the whole group: nothing to sum
-            running = start(self.synchroniser.communicators, bucket.axes, flat)
-            self.sums.append((tuple(k for k in bucket.keys if k in self.present), running))
+            self.sums.append((self.launched, start(self.synchroniser.communicators, bucket.axes, flat)))
         self.launched += 1
 
     def _advance(self) -> None:
@@ -207,8 +232,8 @@ class Pass:
         self._reset()
 
     def _finish_sums(self) -> None:
-        held, slots = self.synchroniser.held, self.layout.slots
-        for key in [k for k in held if k in slots]:
+        held = self.synchroniser.held
+        for key in [k for k in held if k in self.layout.slots]:
             self._fill(key, held.pop(key))
         while self.launched < len(self.layout.buckets):
             self._launch()
@@ -219,21 +244,11 @@ class Pass:
             strangers.append((key, self.synchroniser.communicators[key[1]].all_reduce_async(gradient)))
         for _ in range(STEPS):  # all of them together, so that links inside and between machines are both busy
             self._advance()
-        for keys, running in self.sums:
-            summed = running.wait()
-            for key in keys:
-                self.synchroniser.add(key[0], summed[slots[key].start : slots[key].stop])
+        for number, running in self.sums:
+            bucket, summed = self.layout.buckets[number], running.wait()
+            parts = self.places[number] if summed is self.flat[number] else self._parts(bucket, summed)
+            for key in bucket.keys:
+                if key in self.present:
+                    self.synchroniser.add(key[0], parts[key])
         for key, handle in strangers:
-            self.synchroniser.add(key[0], handle.wait())
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, current: Pass, key: Key) -> Tensor:
-        ctx.current, ctx.key = current, key
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
-        ctx.current.collect(ctx.key, gradient.detach())
-        return None, None, None
+            self.synchroniser.add(key[0], handle.wait().view(self.synchroniser.parameters[key[0]].shape))

@@ -35,7 +35,7 @@ LAUNCH_HINT = "start one process per device, for example: torchrun --nproc-per-n
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a rank says about itself. `memory`: bytes, 0 where unknown. `cluster`: hash of the cluster file it has read."""
+    """What a rank says about itself. `device`: "cpu", or which GPU. `memory`: bytes, 0 where unknown. `cluster`: hash of the file it has read."""
 
     rank: int
     host: str
@@ -129,7 +129,8 @@ def join(cluster: ClusterSpec) -> World:
     assert control is not None
     world = World(rank, size, device, ProcessGroupCommunicator(control))
     facts = [Facts(**f) for f in world.gather(asdict(_facts(rank, device, cluster)))]
-    check(facts, cluster, simulated=device.type == "cpu")
+    shared = len({(f.host, f.device) for f in facts}) < size
+    check(facts, cluster, simulated=shared)
     return world
 
 
@@ -145,6 +146,8 @@ def _initialise() -> None:
             raise LaunchError(
                 f"local rank {local} has no GPU: there are {torch.cuda.device_count()}", allowed="one process per GPU", hint=LAUNCH_HINT
             )
+        # every communicator has a stream, and streams that share a queue wait for each other: as many queues as there may be
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(local)
         options["device_id"] = torch.device("cuda", local)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, **options)
@@ -164,17 +167,17 @@ def _device(rank: int) -> torch.device:
 
 
 def _facts(rank: int, device: torch.device, cluster: ClusterSpec) -> Facts:
-    name, memory = "cpu", 0
+    name, memory, which = "cpu", 0, "cpu"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        name, memory = properties.name, properties.total_memory
+        name, memory, which = properties.name, properties.total_memory, f"GPU {properties.uuid}"
     text = json.dumps(cluster.to_dict(), sort_keys=True)
-    return Facts(rank, socket.gethostname(), str(device), name, memory, torch.__version__, hashlib.sha256(text.encode()).hexdigest()[:12])
+    return Facts(rank, socket.gethostname(), which, name, memory, torch.__version__, hashlib.sha256(text.encode()).hexdigest()[:12])
 
 
 def check(facts: Sequence[Facts], cluster: ClusterSpec, simulated: bool) -> None:
-    """Raises LaunchError where the processes contradict the cluster. Rank i is device i. `simulated`: CPU ranks may all share one host,
-    whatever machines the cluster has."""
+    """Raises LaunchError where the processes contradict the cluster. Rank i is device i. `simulated`: ranks that share devices may all share one
+    host, whatever machines the cluster has."""
     if len(facts) != cluster.num_devices:
         what = f"{_count(len(facts), 'process', 'es')} for a cluster of {_count(cluster.num_devices, 'device', 's')}"
         allowed, hint = f"a world size of {cluster.num_devices}", "start as many processes as the cluster has devices"

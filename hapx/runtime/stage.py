@@ -30,6 +30,7 @@ class StageRunner:
         self.plan, self.number, self.rank, self.module, self.communicators = plan, number, rank, module, communicators
         self.rng, self.gradients, self.device, self.bucket_bytes = rng, gradients, device, bucket_bytes
         self.programs: dict[tuple[ProgramKey, tuple[tuple[str, Placement], ...]], LocalProgram] = {}
+        self.owners: dict[tuple[str, ...], list[tuple[nn.Module, str]]] = {}
 
     def position(self, key: ProgramKey) -> Position:
         return Position.of(self.plan.stages[self.number], key, self.rank)
@@ -44,13 +45,18 @@ class StageRunner:
             )  # fmt: skip
         return self.programs[key, local]
 
+    def _owners(self, names: tuple[str, ...]) -> list[tuple[nn.Module, str]]:
+        """The modules that have these parameters, and what they call them. (Modules are what they were when the program was captured.)"""
+        if names not in self.owners:
+            paths = [name.rpartition(".") for name in names]
+            self.owners[names] = [(self.module.get_submodule(path), own) for path, _, own in paths]
+        return self.owners[names]
+
     def run(self, key: ProgramKey, inputs: Mapping[str, Tensor], local_inputs: Mapping[str, Placement] | None = None) -> dict[str, Tensor]:
         """One forward pass. `inputs`: by the graph's names, whole, except for `local_inputs` and for what was received. Returns outputs by name."""
         program = self.program(key, local_inputs)
-        current = self.gradients.begin(program.layout) if torch.is_grad_enabled() else None
-        for entry in program.entries:
-            entry.current = current
-        arguments = [self.module.get_parameter(n) for n in program.parameters]
+        program.under_way.current = self.gradients.begin(program.layout) if torch.is_grad_enabled() else None
+        arguments = [owner._parameters[name] for owner, name in self._owners(program.parameters)]
         # autograd keeps what it needs of a buffer, which must not be overwritten below
         kept = program.snapshots if torch.is_grad_enabled() else frozenset()
         arguments += [self.module.get_buffer(n).clone() if n in kept else self.module.get_buffer(n) for n in program.buffers]
@@ -58,8 +64,7 @@ class StageRunner:
         # the program says itself in which dtypes it computes, whatever the caller has on
         with freeing(), torch.autocast(self.device.type, enabled=False):
             values = program.module(*arguments)
-        for entry in program.entries:
-            entry.current = None  # the pass belongs to the graph that autograd keeps, not to the program
+        program.under_way.current = None  # the pass belongs to the graph that autograd keeps, not to the program
         results = {}
         for output, value in zip(program.graph.outputs, values, strict=True):
             if output.role == "buffer":

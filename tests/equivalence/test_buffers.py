@@ -14,6 +14,7 @@ from hapx.collectives.threads import ThreadCommunicator
 from hapx.runtime.executor import Executor
 from hapx.states import REPLICATED, Placement
 from support.clusters import TWO
+from support.devices import device, placed
 from support.equivalence import MAKING, assert_equivalent, run_ranks
 
 
@@ -109,7 +110,7 @@ def test_only_buffers_that_backward_may_read_are_copied() -> None:
     def copied(threads: ThreadCommunicator) -> frozenset[str]:
         with MAKING:
             model = Running().double()
-        return Executor(plan, threads.rank, model, create_groups(plan.stages[0].mesh, threads)).program(plan.first).snapshots
+        return Executor(plan, threads.rank, model, create_groups(plan.stages[0].mesh, threads), device=device()).program(plan.first).snapshots
 
     assert run_ranks(plan, copied) == [frozenset({"scale"})] * 2
 
@@ -131,8 +132,8 @@ def test_what_is_changed_before_backward_is_refused() -> None:
     graph = plan.graphs[plan.first]
 
     def step_too_early(threads: ThreadCommunicator) -> None:
-        executor = Executor(plan, threads.rank, Deep().double(), create_groups(plan.stages[0].mesh, threads))
-        loss = executor.run(plan.first, dict(zip(graph.input_names, inputs(0), strict=True)))[graph.loss]
+        executor = Executor(plan, threads.rank, Deep().double(), create_groups(plan.stages[0].mesh, threads), device=device())
+        loss = executor.run(plan.first, placed(dict(zip(graph.input_names, inputs(0), strict=True))))[graph.loss]
         with torch.no_grad():
             executor.module.get_parameter("second.weight").add_(1.0)
         loss.backward()

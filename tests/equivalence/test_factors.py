@@ -120,7 +120,7 @@ def test_factors_are_gathered(model: str, case: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("model", ["tagger", "images"])
 def test_factors_are_gathered_by_processes(model: str) -> None:
-    uses = assert_equivalent(MODELS[model], partial(example, model), planned(model, "grouped"), mode="gloo")
+    uses = assert_equivalent(MODELS[model], partial(example, model), planned(model, "grouped"), mode="processes")
     assert uses.sfb >= 4
 
 

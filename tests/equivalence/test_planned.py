@@ -23,6 +23,7 @@ from hapx.planner import plan_module
 from hapx.restriction import Restriction
 from hapx.states import Sharded
 from support.clusters import FOUR, ONE, THREE, TWO, TWO_MACHINES
+from support.devices import brought
 from support.division import divisions
 from support.equivalence import Trace, Uses, assert_equivalent, compare, make_optimizer, run_ranks, train_rank, train_single, uses_of
 from support.models import CNN, GPT, MLP
@@ -171,7 +172,7 @@ def test_planned(model: str, case: str) -> None:
 )  # fmt: skip
 def test_planned_on_processes(model: str, case: str) -> None:
     plan = planned(model, case)
-    uses = assert_equivalent(MODELS[model], CASES[case].inputs(model), plan, optimizer="adamw", mode="gloo")
+    uses = assert_equivalent(MODELS[model], CASES[case].inputs(model), plan, optimizer="adamw", mode="processes")
     check_uses(CASES[case], uses, plan)
 
 
@@ -243,13 +244,13 @@ def train_hap(model: str, cluster: ClusterSpec, strategy: str | Restriction, loc
         loss = hap(*own(one_example(model, n, step)))
         loss.backward()
         trace.losses.append(float(loss.detach()))
-        trace.gradients.append(hap.full_gradients())
+        trace.gradients.append(brought(hap.full_gradients()))
         optimizer.step()
     hap.eval()
     with torch.no_grad():
         evaluated = float(hap(*own(one_example(model, EVALUATED, 9))))
     hap.plan.verify()
-    trace.state.update(hap.full_state_dict())
+    trace.state.update(brought(hap.full_state_dict()))
     return trace, evaluated, [(k.mode, k.shapes[0][0]) for k in hap.plan.graphs], hap.plan
 
 

@@ -29,6 +29,7 @@ from hapx.theory.derive import derive
 from hapx.theory.triple import Theory
 from support.cases import MESHES
 from support.clusters import FOUR
+from support.devices import brought, device, placed
 from support.equivalence import run_ranks, train_rank, train_single, uses_of
 from support.models import CNN, GPT, MLP
 from support.random_programs import random_plan
@@ -112,11 +113,11 @@ def planned(dtype: str, strategy: str) -> Plan:
 
 
 def curve_of_rank(plan: Plan, dtype: str, threads: Any = None) -> Curve:
-    executor = Executor(plan, threads.rank, gpt(), create_groups(plan.stages[0].mesh, threads))
+    executor = Executor(plan, threads.rank, gpt(), create_groups(plan.stages[0].mesh, threads), device=device())
     graph = plan.graphs[plan.first]
 
     def loss_of(step: int) -> Tensor:
-        return executor.run(plan.first, dict(zip(graph.input_names, batch(step), strict=True)))[graph.loss]
+        return executor.run(plan.first, placed(dict(zip(graph.input_names, batch(step), strict=True))))[graph.loss]
 
     scaler = GradScaler(executor, **SCALE) if dtype == "float16" else None
     return train(executor.module, loss_of, scaler, lambda: executor.clip_grad_norm_(1.0))
@@ -172,10 +173,10 @@ def cnn() -> nn.Module:
 
 
 def gradients(plan: Plan, dtype: torch.dtype | None, threads: Any = None) -> dict[str, Tensor]:
-    executor = Executor(plan, threads.rank, cnn(), create_groups(plan.stages[0].mesh, threads), gradient_dtype=dtype)
+    executor = Executor(plan, threads.rank, cnn(), create_groups(plan.stages[0].mesh, threads), device=device(), gradient_dtype=dtype)
     graph = plan.graphs[plan.first]
-    executor.run(plan.first, dict(zip(graph.input_names, cnn().example(7), strict=True)))[graph.loss].backward()  # type: ignore[operator]
-    return executor.store.full_gradients()
+    executor.run(plan.first, placed(dict(zip(graph.input_names, cnn().example(7), strict=True))))[graph.loss].backward()  # type: ignore[operator]
+    return brought(executor.store.full_gradients())
 
 
 @pytest.mark.parametrize("strategy", ["dp-even", "zero"])
@@ -195,13 +196,13 @@ def test_accumulated_gradients_are_summed_in_the_dtype_that_was_chosen() -> None
     plan = plan_module(cnn(), FOUR, cnn().example(7), strategy="dp-even")  # type: ignore[operator]
 
     def accumulate(dtype: torch.dtype | None, threads: Any = None) -> dict[str, Tensor]:
-        executor = Executor(plan, threads.rank, cnn(), create_groups(plan.stages[0].mesh, threads), gradient_dtype=dtype)
+        executor = Executor(plan, threads.rank, cnn(), create_groups(plan.stages[0].mesh, threads), device=device(), gradient_dtype=dtype)
         graph = plan.graphs[plan.first]
-        inputs = dict(zip(graph.input_names, cnn().example(7), strict=True))  # type: ignore[operator]
+        inputs = placed(dict(zip(graph.input_names, cnn().example(7), strict=True)))  # type: ignore[operator]
         with executor.no_sync():
             executor.run(plan.first, inputs)[graph.loss].backward()
         executor.run(plan.first, inputs)[graph.loss].backward()
-        return executor.store.full_gradients()
+        return brought(executor.store.full_gradients())
 
     exact, low = (run_ranks(plan, accumulate, dtype)[0] for dtype in (None, torch.bfloat16))
     largest = max(float(g.abs().max()) for g in exact.values())

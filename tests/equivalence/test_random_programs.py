@@ -71,7 +71,7 @@ def test_many_random_programs(case: str, mesh: str, seed: int) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("case, mesh, seed", [("gpt", "4", 1), ("cnn", "2x2", 0)])
 def test_random_programs_over_gloo(case: str, mesh: str, seed: int) -> None:
-    assert_case(CASES[case], plan_of(case, mesh, seed), mode="gloo")
+    assert_case(CASES[case], plan_of(case, mesh, seed), mode="processes")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES.values() if not c.random], ids=lambda c: c.name)

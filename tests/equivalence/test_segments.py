@@ -108,4 +108,4 @@ def test_segments_pay_where_devices_differ_by_operator(name: str) -> None:
 def test_segments_over_processes() -> None:
     plan = plan_module(TwoParts(), unlike(["counter"], ["mover"]), TwoParts().example(96), micro_batches=1)
     assert recuts(plan) > 0
-    assert_equivalent(TwoParts, batches, plan, mode="gloo")
+    assert_equivalent(TwoParts, batches, plan, mode="processes")

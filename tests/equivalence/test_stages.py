@@ -17,6 +17,7 @@ from hapx.ir import Graph
 from hapx.plan import Plan
 from hapx.restriction import Restriction
 from support.clusters import TWO, TWO_MACHINES, slow_devices
+from support.devices import brought
 from support.equivalence import Mode
 from support.models import CNN, GPT, MLP
 from support.pool import pool
@@ -75,7 +76,7 @@ def test_other_models(model: Callable[[], nn.Module]) -> None:
     assert_staged(model, examples(model), plan)
 
 
-@pytest.mark.parametrize("mode", ["threads", pytest.param("gloo", marks=pytest.mark.gloo)])
+@pytest.mark.parametrize("mode", ["threads", pytest.param("processes", marks=pytest.mark.gloo)])
 def test_devices_in_another_order_than_the_clusters(mode: Mode) -> None:
     """Like submeshes are planned once, so devices of a stage are in the order of their types; here machines list them in different orders."""
     cluster = slow_devices(["slow", "fast"], ["fast", "slow"], inter="1 Mbit/s", speed=1e7)
@@ -90,7 +91,7 @@ def test_devices_in_another_order_than_the_clusters(mode: Mode) -> None:
 @pytest.mark.gloo
 def test_on_processes() -> None:
     plan = staged_plan(GPT_4(), examples(GPT_4)(0), TWO_MACHINES, HALVES, 4, graphs=graphs(4))
-    assert_staged(GPT_4, examples(GPT_4), plan, optimizer="adamw", mode="gloo")
+    assert_staged(GPT_4, examples(GPT_4), plan, optimizer="adamw", mode="processes")
 
 
 SLOW_LINK = slow_devices(["fast", "fast"], ["slow", "slow"], inter="2 Mbit/s", speed=1e8)
@@ -126,7 +127,7 @@ def train_as_users_do(case: str) -> tuple[str, list[float], dict[str, Tensor]]:
     module = model()
     hap = HAP(module, cluster, example_inputs=module.example(batch, 0))
     losses = two_losses(hap, module, batch)
-    return hap.plan.schedules[hap.plan.first].name, losses, hap.full_state_dict()
+    return hap.plan.schedules[hap.plan.first].name, losses, brought(hap.full_state_dict())
 
 
 @pytest.mark.gloo
@@ -146,7 +147,7 @@ def train_with(plan: Plan) -> tuple[int, list[float], dict[str, Tensor]]:
     module = GPT_1()
     hap = HAP(module, TWO, plan=plan, example_inputs=module.example(16, 0))
     losses = two_losses(hap, module)
-    return len(hap.plan.stages), losses, hap.full_state_dict()
+    return len(hap.plan.stages), losses, brought(hap.full_state_dict())
 
 
 @pytest.mark.gloo

@@ -14,6 +14,7 @@ from torch import Tensor
 import hapx
 from hapx.plan import Plan
 from hapx.runtime.recompute import Recomputed
+from support.devices import brought, device, placed
 from support.equivalence import MAKING, Trace, compare, run_ranks
 from support.models import GPT, MLP
 from support.random_stages import Job, assert_micro, at_blocks, random_stages, train_micro
@@ -48,10 +49,10 @@ def test_callers_autocast_does_not_reach_backward() -> None:
     def gradients(autocast: bool, threads: Any = None) -> dict[str, Tensor]:
         pipeline = pipeline_on(plan, work.model(), threads)
         graph = plan.graphs[plan.first]
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = pipeline.run(plan.first, dict(zip(graph.given, work.inputs(0), strict=True)))[graph.loss]
+        with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
+            loss = pipeline.run(plan.first, placed(dict(zip(graph.given, work.inputs(0), strict=True))))[graph.loss]
         loss.backward()
-        return pipeline.store.full_gradients()
+        return brought(pipeline.store.full_gradients())
 
     plain, under = (run_ranks(plan, partial(gradients, on))[0] for on in (False, True))
     assert all(torch.equal(under[n], g) for n, g in plain.items())
@@ -74,14 +75,14 @@ def train_scaled(plan: Plan, work: Job, threads: Any = None) -> tuple[Trace, flo
     trace, graph, skipped = Trace(), plan.graphs[plan.first], []
     for step in range(3):
         optimizer.zero_grad()
-        loss = pipeline.run(plan.first, dict(zip(graph.given, work.inputs(step), strict=True)))[graph.loss]
+        loss = pipeline.run(plan.first, placed(dict(zip(graph.given, work.inputs(step), strict=True))))[graph.loss]
         before = scaler.get_scale()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         trace.losses.append(float(loss.detach()))
         skipped += [step] if scaler.get_scale() < before else []
-    trace.state.update(pipeline.store.full_state_dict())
+    trace.state.update(brought(pipeline.store.full_state_dict()))
     return trace, scaler.get_scale(), skipped
 
 

@@ -163,4 +163,4 @@ def test_buffers_are_written_micro_batch_by_micro_batch() -> None:
 @pytest.mark.gloo
 def test_on_processes() -> None:
     work = JOBS["skip connections"]
-    assert_micro(work, random_stages(work, ((0, 1), (2,), (3,)), "1f1b", 5), mode="gloo")
+    assert_micro(work, random_stages(work, ((0, 1), (2,), (3,)), "1f1b", 5), mode="processes")

@@ -61,7 +61,7 @@ def synchronised(plan: Plan) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["threads", pytest.param("gloo", marks=pytest.mark.gloo)])
+@pytest.mark.parametrize("mode", ["threads", pytest.param("processes", marks=pytest.mark.gloo)])
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_summed_over_two_levels(model: str, mode: Any) -> None:
     plan = data_parallel(model)
@@ -70,7 +70,7 @@ def test_gradients_are_summed_over_two_levels(model: str, mode: Any) -> None:
     assert_equivalent(MODELS[model], partial(example, model), plan, optimizer="adamw", mode=mode)
 
 
-@pytest.mark.parametrize("mode", ["threads", pytest.param("gloo", marks=pytest.mark.gloo)])
+@pytest.mark.parametrize("mode", ["threads", pytest.param("processes", marks=pytest.mark.gloo)])
 def test_activations_go_through_shards_of_the_inner_axis(mode: Any) -> None:
     plan = tensor_parallel("cnn")
     assert through_shards(plan)

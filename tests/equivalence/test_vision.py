@@ -68,7 +68,7 @@ def test_planned(model: str, strategy: str, ratios: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("model, strategy, ratios", [("unet", "zero", "5:3:2:0"), ("signal", "tensor-parallel", "4:4:1:1")])
 def test_planned_on_processes(model: str, strategy: str, ratios: str) -> None:
-    uses = assert_equivalent(VISION[model], partial(inputs, model), planned(model, strategy, ratios), steps=STEPS, mode="gloo")
+    uses = assert_equivalent(VISION[model], partial(inputs, model), planned(model, strategy, ratios), steps=STEPS, mode="processes")
     assert uses.unequal and uses.sharded_flops >= DIVIDED[strategy]
 
 

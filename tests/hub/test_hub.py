@@ -113,7 +113,7 @@ def test_a_script_gets_what_the_model_returns(name: str, gather: bool) -> None:
 def test_trains_on_processes() -> None:
     model = MODELS["llama"]
     plan = planned(model, FOUR, STRATEGIES["zero"])
-    assert_equivalent(model.build, model.inputs, plan, steps=2, optimizer="adamw", mode="gloo", tolerance=TOLERANCE)
+    assert_equivalent(model.build, model.inputs, plan, steps=2, optimizer="adamw", mode="processes", tolerance=TOLERANCE)
 
 
 # ---- what tests above leave out ----------------------------------------------------------------------------------------------------

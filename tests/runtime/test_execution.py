@@ -62,7 +62,7 @@ def test_training_equals_one_device(name: str, optimizer: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", ["batch 6:2", "hidden 5:3", "stored in shards 5:0:3, freed", "machines 6:2, hidden even inside"])
 def test_training_equals_one_device_over_gloo(name: str) -> None:
-    uses = assert_equivalent(model, inputs, PLANS[name](), mode="gloo")
+    uses = assert_equivalent(model, inputs, PLANS[name](), mode="processes")
     assert uses.unequal
 
 

@@ -143,7 +143,7 @@ def test_what_is_computed_again_is_the_same(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("name, strategy", [("gpt, dropout", "zero, freed"), ("gpt, checkpointed", "model 5:2:1:0"), ("cnn", "dp 5:2:1:0")])
 def test_on_processes(name: str, strategy: str) -> None:
     plan = planned(name, strategy)
-    traces = run_ranks(plan, train_rank, plan, MODELS[name], partial(inputs, name), STEPS, "sgd", mode="gloo")
+    traces = run_ranks(plan, train_rank, plan, MODELS[name], partial(inputs, name), STEPS, "sgd", mode="processes")
     for rank, trace in enumerate(traces):
         compare(trace, expected(name), f"rank {rank}")
 

@@ -5,7 +5,7 @@ steps in float64 on a single device and on all ranks, and compares the loss, eve
 
     |a - b| <= tolerance * max(max|b|, s),   s = the model's largest gradient for gradients, 1 for parameters and buffers
 
-(some true gradients are 0, a key bias for one). `threads`: ranks are threads of this process; `gloo`: processes of the pool.
+(some true gradients are 0, a key bias for one). Ranks are threads of this process, or processes of the pool.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from hapx.plan import Form, Plan
 from hapx.runtime.executor import Executor
 from hapx.states import Sharded
 from hapx.theory.factors import gathered
+from support.devices import ON_GPU, brought, device, placed
 from support.pool import pool
 
 ModelFactory = Callable[[], nn.Module]
 InputsFactory = Callable[[int], tuple[Tensor, ...] | Mapping[str, Tensor]]
-Mode = Literal["threads", "gloo"]
+Mode = Literal["threads", "processes"]
 MAKING = Lock()
 TOLERANCE = 1e-9
 
@@ -76,20 +77,20 @@ def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def train_single(model_factory: ModelFactory, inputs_factory: InputsFactory, steps: int, optimizer: str) -> Trace:
-    """On one device, with plain PyTorch."""
-    model = model_factory()
+    """On one device (of the ranks' kind), with plain PyTorch."""
+    model = model_factory().to(device())
     steps_of = make_optimizer(optimizer, model.parameters())
     trace = Trace()
     for step in range(steps):
         steps_of.zero_grad()
         inputs = inputs_factory(step)
-        output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+        output = model(**placed(inputs)) if isinstance(inputs, Mapping) else model(*(t.to(device()) for t in inputs))
         loss, _ = split_output(output)
         loss.backward()
         trace.losses.append(float(loss.detach()))
-        trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None})
+        trace.gradients.append(brought({n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}))
         steps_of.step()
-    trace.state.update({n: t.clone() for n, t in model.state_dict().items()})
+    trace.state.update(brought({n: t.clone() for n, t in model.state_dict().items()}))
     return trace
 
 
@@ -100,19 +101,19 @@ def train_rank(
     rank = threads.rank if threads is not None else torch.distributed.get_rank()
     with MAKING:  # threads share the generator that a model seeds and draws from
         model = model_factory()
-    executor = Executor(plan, rank, model, create_groups(plan.stages[0].mesh, threads))
+    executor = Executor(plan, rank, model, create_groups(plan.stages[0].mesh, threads), device=device())
     steps_of = make_optimizer(optimizer, executor.module.parameters())
     trace = Trace()
     graph = plan.graphs[plan.first]
     for step in range(steps):
         steps_of.zero_grad()
-        inputs = dict(zip(graph.input_names, bind_inputs(executor.module, inputs_factory(step)).tensors, strict=True))
+        inputs = placed(dict(zip(graph.input_names, bind_inputs(executor.module, inputs_factory(step)).tensors, strict=True)))
         loss = executor.run(plan.first, inputs)[graph.loss]
         loss.backward()
         trace.losses.append(float(loss.detach()))
-        trace.gradients.append(executor.store.full_gradients())
+        trace.gradients.append(brought(executor.store.full_gradients()))
         steps_of.step()
-    trace.state.update(executor.store.full_state_dict())
+    trace.state.update(brought(executor.store.full_state_dict()))
     return trace
 
 
@@ -120,8 +121,14 @@ def run_ranks(plan: Plan, function: Callable[..., Any], *args: Any, mode: Mode =
     """`function(*args, threads=communicator or None)` on every rank of the plan."""
     size = plan.cluster.num_devices
     if mode == "threads":
-        return run_threads(size, lambda communicator: function(*args, threads=communicator))
+        return run_threads(size, lambda communicator: _in_this_thread(function, *args, threads=communicator))
     return pool(size).run(partial(function, *args))
+
+
+def _in_this_thread(function: Callable[..., Any], *args: Any, threads: ThreadCommunicator) -> Any:
+    """Backward too, which on a GPU runs in one thread of its own for all ranks, where they would wait for each other."""
+    with torch.autograd.set_multithreading_enabled(not ON_GPU):
+        return function(*args, threads=threads)
 
 
 def assert_equivalent(

@@ -64,8 +64,13 @@ def serve(connection: Connection, rank: int, world_size: int, store: str, parent
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     import torch.distributed as dist
 
+    from benchmarks.gpus import take_gpu
+    from support.devices import BACKEND, ON_GPU
+
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout)
+    if ON_GPU:
+        take_gpu(rank, world_size)
+    dist.init_process_group(BACKEND, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout)
     while True:
         try:
             files, job = pickle.loads(connection.recv_bytes())

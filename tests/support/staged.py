@@ -24,6 +24,7 @@ from hapx.restriction import AUTO, Restriction
 from hapx.runtime.micro_batches import cut_batch
 from hapx.runtime.pipeline import Pipeline
 from hapx.theory.normalise import normalised
+from support.devices import brought, device, placed
 from support.equivalence import MAKING, TOLERANCE, Mode, Trace, compare, make_optimizer, run_ranks, train_single
 
 Inputs = Callable[[int], Sequence[Tensor]]
@@ -61,6 +62,7 @@ def staged_plan(
 def pipeline_on(plan: Plan, model: nn.Module, threads: ThreadCommunicator | None, **options: Any) -> Pipeline:
     """This rank's part of a plan."""
     groups = [create_groups(stage.mesh, threads) for stage in plan.stages]
+    options = {"device": device(), **options}
     if threads is None:
         return Pipeline(plan, torch.distributed.get_rank(), model, groups, ProcessGroupCommunicator(), create_messenger, **options)
     messenger: Messenger = ThreadMessenger(threads)
@@ -78,12 +80,12 @@ def train_staged(
     trace, graph = Trace(), plan.graphs[plan.first]
     for step in range(steps):
         steps_of.zero_grad()
-        loss = pipeline.run(plan.first, dict(zip(graph.given, inputs(step), strict=True)))[graph.loss]
+        loss = pipeline.run(plan.first, placed(dict(zip(graph.given, inputs(step), strict=True))))[graph.loss]
         loss.backward()
         trace.losses.append(float(loss.detach()))
-        trace.gradients.append(pipeline.store.full_gradients())
+        trace.gradients.append(brought(pipeline.store.full_gradients()))
         steps_of.step()
-    trace.state.update(pipeline.store.full_state_dict())
+    trace.state.update(brought(pipeline.store.full_state_dict()))
     return trace
 
 
