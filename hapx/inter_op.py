@@ -22,7 +22,7 @@ from hapx.climbing import climbed, faster, in_parts, is_short, is_tight, key_of
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.ir import Graph
 from hapx.plan import Plan
-from hapx.processes import Later, beside
+from hapx.processes import Telling, beside, beside_telling
 from hapx.progress import Teller
 from hapx.put_together import PUT_TOGETHER, SMALL, Made, look_ahead, polished, put_together
 from hapx.restriction import Restriction
@@ -42,11 +42,12 @@ from hapx.theory.normalise import warn_of_mixing
 
 MANY = 16  # micro-batches per stage: more leave little work for each, so twice as many are tried only where the last doubling was worth
 GAINED = 0.03  # of the time
+SURE = 1.02  # how many times as long as a pipeline takes a plan of one stage must take at least, not to be waited for: bounds are no proofs
 NEAR = 1.15  # how many times the time at full speed a plan of one stage may take, for pipelines not to be tried
 MOST_ASKS = 60  # shapes (at one number of micro-batches), unless nothing was found yet
 WORTH = 0.01  # of the time, for which another number of micro-batches is looked at
 DISCIPLINES = (ONE_F_ONE_B, eager(2))
-SLOWER = 1.1  # by the additive cost, which sees less overlap than the simulator
+SLOWER = 1.1  # times as long, by answers and the additive cost, a pipeline may be that is faster in the end: they see less overlap
 CANDIDATES = 12  # pipelines of the program that are simulated with its answers, of which `PUT_TOGETHER` are planned stage by stage:
 CLOSE = 1.04  # those that take so many times as long as the best of them at most
 LIKE = 2  # times the samples of a micro-batch: what was searched for one is carried over to the other
@@ -54,8 +55,9 @@ MISSES = 2  # times that twice as many micro-batches may be no faster, where mem
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
 _Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
-Rival = Callable[[], Plan | None]
-Whole = Callable[[bool], Plan]  # of whether an error says what would help
+Rival = Callable[[float], Plan | None]  # of the seconds of a pipeline: a plan of one stage, unless it is known to be slower than that
+Tell = Callable[[float], None]
+Whole = Callable[[bool, Tell], Plan]  # of whether an error says what would help, and who is told how long the plan takes at least
 
 
 def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph], number: int | None) -> Plan:
@@ -82,18 +84,18 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
                 try:
                     found = pipelines(asked, parts, numbers, single, watch, more=number is None)
                 except HapError:
-                    single()  # what they lack does not matter where none is needed
+                    single(inf)  # what they lack does not matter where none is needed
                     raise
                 spent = time.perf_counter() - began
-        one = single.plan
-    single.say()
+        one = single(found[0].iteration_time if found else inf, enough=0.0)
+        single.say()
     if not found or (one is not None and one.iteration_time <= found[0].iteration_time):
         if one is None:
-            return whole(True)
+            return whole(True, lambda _: None)
         return replace(one, statistics={**one.statistics, "stages_time": spent, "pipelines": len(found)})
     best = found[0]
     warn_of_mixing(best.graphs[best.first])
-    before = {**one.statistics, "one_stage": one.iteration_time} if one is not None else {}
+    before = {**one.statistics, "one_stage": one.iteration_time} if one is not None else single.known
     return replace(best, statistics={**before, **best.statistics, "stages_time": spent, "pipelines": len(found)})
 
 
@@ -102,35 +104,47 @@ class _GoodEnough(Exception):
 
 
 class _Single:
-    """The plan of one stage, which a copy of the process may be making. Whatever is done until it is asked for is the same whenever it comes."""
+    """The plan of one stage, which a copy of the process may be making. Whatever is done until it is asked for is the same whenever it comes.
 
-    def __init__(self, later: Later[tuple[Plan | None, list[_Said]]], enough: float):
+    Where memory binds, that takes long; but how long the plan takes at least is known early, and if a pipeline is faster, the plan is not needed."""
+
+    def __init__(self, job: Telling[tuple[Plan | None, list[_Said]], tuple[float, list[_Said]]], enough: float):
         """enough: seconds that are good enough."""
-        self._later, self._enough = later, enough
+        self._job, self._enough, self._waited = job, enough, False
+
+    @cached_property
+    def _bound(self) -> tuple[float, list[_Said]] | None:
+        """Seconds that the plan takes at least, and what was warned of until that was known; None where it had to be made to know."""
+        return self._job.note()
 
     @cached_property
     def _made(self) -> tuple[Plan | None, list[_Said]]:
-        return self._later.result()
+        self._waited = True
+        return self._job.result()
 
-    @property
-    def plan(self) -> Plan | None:
-        """Waits for it; None where it does not fit."""
-        return self._made[0]
-
-    def __call__(self) -> Plan | None:
-        """Waits for it. Raises _GoodEnough."""
-        if self.plan is not None and self.plan.iteration_time <= self._enough:
+    def __call__(self, best: float, enough: float | None = None) -> Plan | None:
+        """Waits for it, unless it is known to take well more than `best` seconds; None then, and where it does not fit. Raises _GoodEnough."""
+        if not self._waited and best < inf and self._bound is not None and self._bound[0] > SURE * best:
+            return None
+        plan = self._made[0]
+        if plan is not None and plan.iteration_time <= (self._enough if enough is None else enough):
             raise _GoodEnough
-        return self.plan
+        return plan
 
     def expect_more(self) -> None:
-        """Raises _GoodEnough if it is there."""
-        if self._later.ready():
-            self()
+        """Raises _GoodEnough if it is there. Without a copy it is made now, as far as is quick."""
+        if self._job.ready() or (not self._job.elsewhere and self._bound is None):
+            self(inf)
+
+    @property
+    def known(self) -> dict[str, float]:
+        """Statistics where it was not waited for."""
+        return {} if self._waited or self._bound is None else {"one_stage_at_least": self._bound[0]}
 
     def say(self) -> None:
         """What it warned of."""
-        for message in self._made[1]:
+        said = self._made[1] if self._waited else self._bound[1] if self._bound is not None else []
+        for message in said:
             warnings.warn_explicit(*message)
 
 
@@ -138,21 +152,25 @@ class _Single:
 def _single(asked: Setting, whole: Whole, *, hopeless: bool, apart: bool) -> Iterator[_Single]:
     """The plan of one stage. hopeless: it is not tried. apart: a copy of the process makes it, if there can be one."""
 
-    def noted() -> tuple[Plan | None, list[_Said]]:
+    def noted(tell: Callable[[tuple[float, list[_Said]]], None]) -> tuple[Plan | None, list[_Said]]:
         """With its warnings."""
         plan = None
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
+
+            def so_far() -> list[_Said]:
+                return [(w.message, w.category, w.filename, w.lineno) for w in said]
+
             with suppress(InsufficientMemoryError):
-                plan = whole(False) if not hopeless else None
-        return plan, [(w.message, w.category, w.filename, w.lineno) for w in said]
+                plan = whole(False, lambda seconds: tell((seconds, so_far()))) if not hopeless else None
+        return plan, so_far()
 
     enough = NEAR * at_full_speed(asked)
     if hopeless or not apart:
-        yield _Single(Later(noted, None), enough)
+        yield _Single(Telling(noted), enough)
         return
-    with beside(noted, patient=True) as later:
-        yield _Single(later, enough)
+    with beside_telling(noted, patient=True) as job:
+        yield _Single(job, enough)
 
 
 def plan_of_micro_batches(asked: Setting) -> Plan:
@@ -182,8 +200,8 @@ def at_full_speed(asked: Setting) -> float:
 
 
 def pipelines(
-    asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], rival: Rival = lambda: None, watch: Callable[[str], None] = lambda _: None,
-    *, more: bool = True, one_stage: bool = True,
+    asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], rival: Rival = lambda _: None,
+    watch: Callable[[str], None] = lambda _: None, *, more: bool = True, one_stage: bool = True,
 ) -> list[Plan]:  # fmt: skip
     """Plans of micro-batches, best first; none where the model or the cluster cannot be cut, or nothing fits. rival: gives a plan that they are to
     be faster than, once it is needed. more: the best one is also tried with more micro-batches than these numbers. one_stage: one stage on all
@@ -226,8 +244,8 @@ def pipelines(
         if not askers:
             return []
         plans = _chosen(asked, askers, rival, inf, watch, one_stage)
-        # smaller micro-batches take less memory
-        todo = [n for n in (4 * max(a.asked.repeats for a in askers),) if more and rival() is None and asked.graph.batch % n == 0]
+        number = 4 * max(a.asked.repeats for a in askers)  # smaller micro-batches take less memory
+        todo = [number] if not plans and more and asked.graph.batch % number == 0 and rival(inf) is None else []
     plans.sort(key=lambda m: m.plan.iteration_time)
     missed, gained = 0, 0.0
     while more and plans and missed < MISSES and is_short(plans[0]):  # smaller ones leave room for quicker programs
@@ -287,7 +305,7 @@ def _chosen(
             askers[0].classes, submeshes, [a.prices() for a in askers], DISCIPLINES, prove=False, most_asks=MOST_ASKS, below=below,
             keep=CANDIDATES, watch=told,
         )  # fmt: skip
-        single = rival()
+        single = rival(min((p.time for p in found.pipelines), default=inf) / SLOWER)
         below = min(below, single.iteration_time if single is not None else inf)
         one_stage = one_stage and (single is None or is_tight(single))
         plain = [p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision)]

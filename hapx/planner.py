@@ -265,11 +265,11 @@ def plan_graphs(
     graphs: Sequence[Graph], cluster: ClusterSpec, *,
     strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
     keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0, progress: Watcher | None = None,
-    old: Plan | None = None, more: Callable[[Setting], Iterable[str]] | None = lambda _: (),
+    old: Plan | None = None, more: Callable[[Setting], Iterable[str]] | None = lambda _: (), tell: Callable[[float], None] = lambda _: None,
 ) -> Plan:  # fmt: skip
     """A plan for the first graph, which chooses mesh and storage, with further programs for the others. progress: is told what is done. old: a plan
     made before, perhaps for another cluster: where the same mesh is tried under the same restriction, it is one of the starts, and a candidate.
-    more: what else is tried where nothing fits, and fits; None: nothing is, the error says only what lacks."""
+    more: what else is tried where nothing fits, and fits; None: nothing is, the error says only what lacks. tell: see `hapx.recompute.fastest`."""
     graphs = list(map(discover, graphs))
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
@@ -277,7 +277,7 @@ def plan_graphs(
     before = old if old is not None and (old.restriction, old.optimizer) == (rule, optimizer) else None
     asked = Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer, progress=progress, old=before)
     try:
-        setting, best = _with_remat(asked, counters)
+        setting, best = _with_remat(asked, counters, tell=tell)
     except InsufficientMemoryError as error:
         if more is None:
             raise
@@ -289,13 +289,15 @@ def plan_graphs(
     return plan
 
 
-def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None) -> tuple[Setting, Candidate]:
+def _with_remat(
+    setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, tell: Callable[[float], None] = lambda _: None
+) -> tuple[Setting, Candidate]:
     """The best candidate, and its setting, with the segments that it has: with blocks computed again in backward where the restriction says so, or
     where memory binds and that is faster."""
     remat = setting.rule.remat
     blocks = with_blocks(setting.graph) if remat != "none" and setting.graph.mode == "train" else setting.graph
     if remat == "auto" and blocks is not setting.graph:
-        return fastest(setting, counters, views(setting.cluster, setting.rule) if meshes is None else meshes, plan_spmd)
+        return fastest(setting, counters, views(setting.cluster, setting.rule) if meshes is None else meshes, plan_spmd, tell)
     return as_chosen(setting, plan_spmd(replace(setting, graph=blocks), counters, meshes)[0])
 
 
@@ -350,10 +352,10 @@ def plan_module(
     def smaller(setting: Setting) -> Iterator[str]:
         return _smaller_batch(setting, partial(captures.smaller, graph.batch))
 
-    def whole(advise: bool = True) -> Plan:
+    def whole(advise: bool = True, tell: Callable[[float], None] = lambda _: None) -> Plan:
         return plan_graphs(
             [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[key_of(graph, autocast)], capture_time=captured,
-            progress=progress, more=smaller if advise else None,
+            progress=progress, more=smaller if advise else None, tell=tell,
         )  # fmt: skip
 
     if rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1:
@@ -362,7 +364,9 @@ def plan_module(
     from hapx.inter_op import plan_with_stages
 
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
-    return with_fewer(asked, plan_with_stages(asked, whole, part, micro_batches if isinstance(micro_batches, int) else None))
+    plan = plan_with_stages(asked, whole, part, micro_batches if isinstance(micro_batches, int) else None)
+    about = {"capture_time": captured, "coverage": coverage(graph).as_dict()}  # a pipeline has it from the plan of one stage, if that was waited for
+    return with_fewer(asked, replace(plan, statistics={**about, **plan.statistics}))
 
 
 def _without_parts(error: CaptureError, batch: int, number: int, *, asked_for: bool) -> HapError:

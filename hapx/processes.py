@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import IO, Generic, TypeVar
 
 T = TypeVar("T")
+N = TypeVar("N")
 
 MOST = 8  # processes at a time: there are seldom more jobs, and each takes memory
 NUMBER = 4  # bytes of a job's number; so few are read from a pipe at once or not at all
@@ -78,6 +79,73 @@ def beside(job: Callable[[], T], patient: bool = False) -> Iterator[Later[T]]:
     finally:
         if copy is not None:
             copy.end()
+
+
+@contextmanager
+def beside_telling(job: Callable[[Callable[[N], None]], T], patient: bool = False) -> Iterator[Telling[T, N]]:
+    """As `beside`, with a job that may say something (once) long before it has its result: it gets the function that takes it."""
+    here = os.getpid()
+    heard, said = os.pipe()
+
+    def aloud() -> T:
+        if os.getpid() == here:  # there is no copy, or it came to nothing
+            return job(lambda _: None)
+        with os.fdopen(said, "wb") as file:
+
+            def say(note: N) -> None:
+                pickle.dump(note, file, pickle.HIGHEST_PROTOCOL)
+                file.flush()
+
+            return job(say)
+
+    with os.fdopen(heard, "rb") as file:
+        try:
+            with beside(aloud, patient) as later:
+                os.close(said)
+                said = -1
+                yield Telling(job, later, file)
+        finally:
+            if said >= 0:
+                os.close(said)
+
+
+class Telling(Generic[T, N]):
+    """What a job of `beside_telling` says, and its result. file: what its copy says; elsewhere: there is one."""
+
+    def __init__(self, job: Callable[[Callable[[N], None]], T], later: Later[T] | None = None, file: IO[bytes] | None = None):
+        self._job, self._file = job, file
+        self._later = later or Later(lambda: job(lambda _: None), None)
+        self.elsewhere = self._later.elsewhere
+        self._done: list[T] = []
+
+    def ready(self) -> bool:
+        """Whether the result is there."""
+        return bool(self._done) or (self.elsewhere and self._later.ready())
+
+    def note(self) -> N | None:
+        """What the job says, None if it says nothing; waits for it; to be asked for once. Without a copy the job is done up to there."""
+        if self.elsewhere and self._file is not None:
+            with suppress(EOFError, pickle.UnpicklingError):
+                said: N = pickle.load(self._file)
+                return said
+            return None
+        notes: list[N] = []
+
+        def say(note: N) -> None:
+            notes.append(note)
+            raise _Said
+
+        with suppress(_Said):
+            self._done.append(self._job(say))
+        return notes[0] if notes else None
+
+    def result(self) -> T:
+        """Waits for it; to be asked for once."""
+        return self._done[0] if self._done else self._later.result()
+
+
+class _Said(BaseException):
+    """Ends a job that has said what was asked."""
 
 
 class Later(Generic[T]):

@@ -38,12 +38,14 @@ Planner = Callable[[Setting, Counters, Sequence[Mesh] | None], list[Candidate]]
 Unlimited = Callable[[Setting, Sequence[Mesh]], Candidate]
 
 
-def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner) -> Chosen:
-    """See the module. counters: get the time of all that is planned, and what is told of the one that is chosen. Raises InsufficientMemoryError where
-    nothing fits, PlanError where there is no program."""
+def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner, tell: Callable[[float], None] = lambda _: None) -> Chosen:
+    """See the module. counters: get the time of all that is planned, and what is told of the one that is chosen. tell: is told, where memory binds,
+    how many seconds the answer takes as if memory were no matter. Raises InsufficientMemoryError where nothing fits, PlanError where there is no
+    program."""
     free = roomy(setting, counters, meshes, plan)
     if free.fits:
         return as_chosen(setting, free)
+    tell(free.time)
     told: list[Counters] = []
     found: list[tuple[Setting, Candidate, Counters]] = []
     failures: list[InsufficientMemoryError] = []

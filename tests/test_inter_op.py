@@ -89,6 +89,38 @@ def test_plans_do_not_depend_on_copies_of_the_process(monkeypatch: pytest.Monkey
     assert said_by_one and said_by_one == said_by_three
 
 
+def test_where_memory_binds_a_plan_of_one_stage_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if memory were no matter it is slower than the pipeline, which is known early; the plan, and what is said of the model, are those of one
+    process."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.w = MODEL(), nn.Parameter(torch.randn(3, 3))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.body(x, y) + torch.block_diag(self.w, self.w).sum()
+
+    inputs = MODEL().example(16)
+    single = hapx.plan(MODEL(), SLOW, inputs, micro_batches=1)
+    memory = max(single.memory)  # of which a tenth is not planned with
+    tight = replace(SLOW, device_types={name: replace(kind, memory=memory) for name, kind in SLOW.device_types.items()})
+    found = []
+    for cores in (1, 3):
+        monkeypatch.setattr(processes, "_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(processes, "_alone", lambda: True)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            plan = hapx.plan(Odd(), tight, inputs)
+        found.append((plan, [(w.category, str(w.message)) for w in said]))
+    (plan, said_by_one), (other, said_by_three) = found
+    assert len(plan.stages) == 2 and plan == other
+    assert plan.statistics["one_stage_at_least"] > plan.iteration_time and "one_stage" not in plan.statistics
+    assert {"capture_time", "coverage", "asks"} <= plan.statistics.keys()
+    assert said_by_one and said_by_one == said_by_three
+    plan.verify()
+
+
 def test_a_quick_link_does_not() -> None:
     model = MODEL(layers=1)
     plan = hapx.plan(model, QUICK, model.example(16))

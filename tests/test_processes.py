@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from hapx import processes
-from hapx.processes import at_the_same_time, beside
+from hapx.processes import at_the_same_time, beside, beside_telling
 from hapx.progress import Progress, Teller
 from hapx.synth.astar import Statistics
 
@@ -211,6 +211,50 @@ def test_a_job_beside_that_fails_is_done_here(cores: int, monkeypatch: pytest.Mo
     with pytest.raises(KeyError, match="no such thing"), beside(fails) as later:
         later.result()
     assert not children() and len(FORKED) == (2 if cores > 1 else 0)
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_a_job_says_something_before_it_is_done(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """Without a copy it is done up to there, and once more when its result is wanted."""
+    monkeypatch.setattr(processes, "_cores", lambda: cores)
+
+    def job(say: Callable[[str], None]) -> int:
+        say("half")
+        return 7
+
+    with beside_telling(job) as telling:
+        assert telling.note() == "half" and telling.result() == 7
+    with beside_telling(job) as telling:
+        assert telling.result() == 7  # nobody has to listen
+    with beside_telling(lambda _: 8) as telling:
+        assert telling.note() is None and telling.result() == 8
+    assert not children() and len(FORKED) == (3 if cores > 1 else 0)
+
+
+def test_a_job_whose_copy_ends_early_says_nothing() -> None:
+    here = os.getpid()
+
+    def job(say: Callable[[str], None]) -> int:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid()
+
+    with beside_telling(job) as telling:
+        assert telling.note() is None and telling.result() == here
+
+
+def test_what_was_said_is_enough() -> None:
+    """A job whose result nobody wants ends with the block."""
+
+    def job(say: Callable[[str], None]) -> int:
+        say("enough")
+        time.sleep(60)
+        return 0
+
+    began = time.monotonic()
+    with beside_telling(job) as telling:
+        assert telling.note() == "enough" and not telling.ready()
+    assert time.monotonic() - began < 30 and not children()
 
 
 def test_a_copy_that_takes_too_long_is_given_up() -> None:

@@ -48,6 +48,8 @@ COUNTS: Mapping[str, str] = {
     "cut": "dropped without proof: by the width of a beam, or with the budget",
     "alternations": "alternations of search and linear program",
     "unproven": "searches that ended with their budget",
+    "layers": "layers of pipelines",
+    "asks": "runs of layers asked about on kinds of submeshes",
 }
 
 

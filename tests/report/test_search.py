@@ -69,6 +69,9 @@ def test_counts_and_views() -> None:
     text = statistics_text(plan)
     lines = text.splitlines()
     for name, said in COUNTS.items():
+        if name not in plan.statistics:
+            assert name in ("layers", "asks")  # of pipelines
+            continue
         (line,) = [x for x in lines if x.startswith(said)]
         assert line.removeprefix(said).replace(" ", "") == str(plan.statistics[name])
     assert plan.statistics["expansions"] > 0 and plan.statistics["bounded"] > 0
