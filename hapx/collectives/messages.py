@@ -91,13 +91,14 @@ class ProcessGroupMessenger:
         return {"group": self._groups[lane]}
 
 
-def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None) -> ProcessGroupMessenger:
-    """A messenger for the lanes (source, target, channel) that any process uses.
+def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None, grouped: bool | None = None) -> ProcessGroupMessenger:
+    """A messenger for the lanes (source, target, channel) that any process uses. grouped: each has a process group; None: but over gloo.
 
     Every process must call it with the same lanes: NCCL knows no channels, runs what is asked of one communicator one after the other, and lets a
     message wait for its receiver; so that no lane waits for another, each has a process group, made by all. gloo needs none. NCCL also connects two
     processes at their first message, for which each waits; here all connect in the same order, so that nobody waits for one who waits."""
-    if dist.get_backend() == "gloo":
+    cpu = dist.get_backend() == "gloo"
+    if not (grouped if grouped is not None else not cpu):
         return ProcessGroupMessenger()
     me, groups = dist.get_rank(), {}
     for lane in sorted(set(lanes)):
@@ -107,9 +108,9 @@ def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None) ->
         group = dist.new_group(sorted((source, target)), timeout=timeout)
         if me in (source, target):
             groups[lane] = group
-    messenger = ProcessGroupMessenger(groups)
+    messenger, place = ProcessGroupMessenger(groups), torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
     for source, target, channel in sorted(groups):
-        byte = torch.zeros(1, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+        byte = torch.zeros(1, dtype=torch.uint8, device=place)
         greeting = messenger.isend(byte, target, channel) if source == me else messenger.irecv(byte, source, channel)
         greeting.wait()
     return messenger

@@ -59,13 +59,15 @@ def test_messages_between_threads():
     assert run_threads(3, lambda world: exercise(ThreadMessenger(world), 3), timeout=20) == [3 * 2 * len(DTYPES)] * 3
 
 
-def exercise_processes() -> int:
-    return exercise(create_messenger([]), 3)
+def exercise_processes(grouped: bool) -> int:
+    lanes = [(source, target, channel) for source in range(3) for target in range(3) for channel in range(2)] if grouped else []
+    return exercise(create_messenger(lanes, grouped=grouped), 3)
 
 
 @pytest.mark.gloo
-def test_messages_between_gloo_ranks():
-    assert pool(3).run(exercise_processes) == [3 * 2 * len(DTYPES)] * 3
+@pytest.mark.parametrize("grouped", [False, True], ids=["channels", "a group for every lane"])
+def test_messages_between_gloo_ranks(grouped: bool):
+    assert pool(3).run(exercise_processes, grouped) == [3 * 2 * len(DTYPES)] * 3
 
 
 def send_what_is_not_contiguous(messenger: Messenger) -> list:
