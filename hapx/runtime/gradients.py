@@ -167,10 +167,11 @@ class Pass:
         return own.view_as(own)
 
     def _arrived(self, key: Key, leaf: Tensor) -> None:
-        """Called by autograd: the leaf has its gradient."""
+        """Called by autograd: the leaf has its gradient, none where what it is used for here brings none: zeros then, as others may have some."""
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
-        if gradient.requires_grad:
+        if gradient is None:
+            gradient = torch.zeros_like(leaf, requires_grad=False)
+        elif gradient.requires_grad:
             gradient = gradient.detach()
         if not self.running:
             self.running = True

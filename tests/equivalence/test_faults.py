@@ -251,7 +251,7 @@ def wrong_dual(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_synchronisation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Synchronise, "forward", lambda self, parameter: parameter)
+    patch.setattr(Synchronise, "__call__", lambda self, parameter: parameter)
 
 
 def repeated_mask(patch: pytest.MonkeyPatch) -> None:
