@@ -28,9 +28,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.gpus import take_gpu
-from benchmarks.workloads import example_module
+from benchmarks.workloads import example_module, random_images, random_tokens
 from hapx.cluster.spec import ClusterSpec
-from hapx.collectives.communicator import create_groups
+from hapx.collectives.communicator import create_groups, own_device
 from hapx.errors import PlanError
 from hapx.graph.capture_inputs import bind_inputs
 from hapx.plan import Plan
@@ -44,34 +44,26 @@ COMMAND = "python -m benchmarks.memory"
 MIB = 2**20
 
 
-def _tokens(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, vocabulary, (batch, length)), torch.randint(0, vocabulary, (batch, length))
-
-
-def _images(batch: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
-
-
 def _mlp() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return example_module("mlp").MLP(512, 2048, 2048, 512), (torch.randn(2048, 512), torch.randn(2048, 512))
 
 
 def _gpt() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    return example_module("gpt").GPT(4096, width=256, heads=8, layers=4, context=128), _tokens(16, 128, 4096)
+    return example_module("gpt").GPT(4096, width=256, heads=8, layers=4, context=128), random_tokens(16, 128, 4096)
 
 
 def _vgg() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     stages = ((32, 32), (64, 64), (128, 128), (256, 256))
-    return example_module("vgg19").VGG19(hidden=1024, dropout=0.0, stages=stages), _images(64)
+    return example_module("vgg19").VGG19(hidden=1024, dropout=0.0, stages=stages), random_images(64)
 
 
 def _moe() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     example_module("bert")
-    return example_module("bert_moe").BERTMoE(4096, 192, 64, heads=4, layers=4, experts=8), _tokens(16, 64, 4096)
+    return example_module("bert_moe").BERTMoE(4096, 192, 64, heads=4, layers=4, experts=8), random_tokens(16, 64, 4096)
 
 
 def _vit() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    return example_module("vit").ViT(size=32, patch=4, width=256, heads=8, layers=4, classes=10), _images(32)
+    return example_module("vit").ViT(size=32, patch=4, width=256, heads=8, layers=4, classes=10), random_images(32)
 
 
 class Translation(nn.Module):
@@ -116,7 +108,7 @@ class Tagger(nn.Module):
 
 MODELS: Mapping[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor]]]] = {
     "MLP": _mlp, "GPT": _gpt, "VGG": _vgg, "BERT-MoE": _moe, "ViT": _vit,
-    "Transformer": lambda: (Translation(2048, 256), _tokens(32, 48, 2048)),
+    "Transformer": lambda: (Translation(2048, 256), random_tokens(32, 48, 2048)),
     "U-Net": lambda: (UNet(24), (torch.randn(128, 3, 32, 32), torch.randn(128, 3, 32, 32))),
     "LSTM": lambda: (Tagger(1024, 96, 32), (torch.randint(0, 1024, (96, 24)), torch.randint(0, 32, (96, 24)))),
 }  # fmt: skip
@@ -165,7 +157,7 @@ def planned(name: str, strategy: str, cuda: bool = False) -> tuple[str, Plan]:
 def measure(plan: Plan, name: str) -> Peak:
     """The peak of this rank (a collective call; the default process group is there)."""
     rank = dist.get_rank()
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = own_device()
     torch.manual_seed(0)
     module, batch = MODELS[name]()
     inputs = dict(zip(plan.graphs[plan.first].input_names, bind_inputs(module, batch).tensors, strict=True))

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import hapx
-from benchmarks.workloads import example_module
+from benchmarks.workloads import example_module, random_images, random_tokens
 from hapx.cluster.catalogue import CATALOGUE
 from hapx.cluster.spec import ClusterSpec
 from hapx.profile.calibrate import calibrate
@@ -37,30 +37,22 @@ GIB = 2**30
 Made = tuple[nn.Module, tuple[Tensor, Tensor]]
 
 
-def _tokens(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, vocabulary, (batch, length)), torch.randint(0, vocabulary, (batch, length))
-
-
-def _images(batch: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
-
-
 def _gpt2() -> Made:
-    return example_module("gpt").GPT(50304, width=768, heads=12, layers=12, context=1024), _tokens(8, 1024, 50304)
+    return example_module("gpt").GPT(50304, width=768, heads=12, layers=12, context=1024), random_tokens(8, 1024, 50304)
 
 
 def _bert() -> Made:
     bert = example_module("bert")
     layers = [bert.Layer(768, 12) for _ in range(12)]
-    return bert.BERT(bert.VOCABULARY, 768, bert.CONTEXT, layers), _tokens(64, bert.CONTEXT, bert.VOCABULARY)
+    return bert.BERT(bert.VOCABULARY, 768, bert.CONTEXT, layers), random_tokens(64, bert.CONTEXT, bert.VOCABULARY)
 
 
 def _vgg() -> Made:
-    return example_module("vgg19").VGG19(pooled=1), _images(1024)
+    return example_module("vgg19").VGG19(pooled=1), random_images(1024)
 
 
 def _vit() -> Made:
-    return example_module("vit").ViT(size=32, patch=4, width=768, heads=12, layers=12, classes=10), _images(256)
+    return example_module("vit").ViT(size=32, patch=4, width=768, heads=12, layers=12, classes=10), random_images(256)
 
 
 MODELS: dict[str, Callable[[], Made]] = {"GPT-2 small, 8 x 1024": _gpt2, "BERT, 64 x 128": _bert, "ViT, 256 x 64": _vit, "VGG19, 1024": _vgg}

@@ -34,6 +34,16 @@ def example_module(name: str) -> ModuleType:
     return module
 
 
+def random_tokens(batch: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences and their targets."""
+    return torch.randint(0, vocabulary, (batch, length)), torch.randint(0, vocabulary, (batch, length))
+
+
+def random_images(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images of 32 x 32 and their classes, of 10."""
+    return torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
+
+
 @cache
 def vgg19(batch: int) -> Graph:
     """VGG19 on images of 32 x 32."""

@@ -87,7 +87,7 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
                     single(inf)  # what they lack does not matter where none is needed
                     raise
                 spent = time.perf_counter() - began
-        one = single(found[0].iteration_time if found else inf, enough=0.0)
+        one = single.plan(found[0].iteration_time if found else inf)
         single.say()
     if not found or (one is not None and one.iteration_time <= found[0].iteration_time):
         if one is None:
@@ -122,12 +122,16 @@ class _Single:
         self._waited = True
         return self._job.result()
 
-    def __call__(self, best: float, enough: float | None = None) -> Plan | None:
-        """Waits for it, unless it is known to take well more than `best` seconds; None then, and where it does not fit. Raises _GoodEnough."""
+    def plan(self, best: float) -> Plan | None:
+        """Waits for it, unless it is known to take well more than `best` seconds; None then, and where it does not fit."""
         if not self._waited and best < inf and self._bound is not None and self._bound[0] > SURE * best:
             return None
-        plan = self._made[0]
-        if plan is not None and plan.iteration_time <= (self._enough if enough is None else enough):
+        return self._made[0]
+
+    def __call__(self, best: float) -> Plan | None:
+        """The plan. Raises _GoodEnough."""
+        plan = self.plan(best)
+        if plan is not None and plan.iteration_time <= self._enough:
             raise _GoodEnough
         return plan
 

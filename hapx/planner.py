@@ -365,8 +365,9 @@ def plan_module(
 
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
     plan = plan_with_stages(asked, whole, part, micro_batches if isinstance(micro_batches, int) else None)
-    about = {"capture_time": captured, "coverage": coverage(graph).as_dict()}  # a pipeline has it from the plan of one stage, if that was waited for
-    return with_fewer(asked, replace(plan, statistics={**about, **plan.statistics}))
+    if "coverage" not in plan.statistics:  # a pipeline has it from the plan of one stage, if that was waited for
+        plan = replace(plan, statistics={"capture_time": captured, "coverage": coverage(graph).as_dict(), **plan.statistics})
+    return with_fewer(asked, plan)
 
 
 def _without_parts(error: CaptureError, batch: int, number: int, *, asked_for: bool) -> HapError:

@@ -104,6 +104,11 @@ def _unflat(flat: Tensor, like: Tensor, rows: int) -> Tensor:
     return flat.view(like.dtype).reshape(rows, *like.shape[1:])
 
 
+def own_device() -> torch.device:
+    """The device of this process, by the backend of the default process group: its GPU under NCCL, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend()) else torch.device("cpu")
+
+
 class ProcessGroupCommunicator:
     """Over a torch.distributed process group (None: all processes) whose ranks are the coordinates, in order. gloo and NCCL."""
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hapx.collectives.communicator import Handle
+from hapx.collectives.communicator import Handle, own_device
 from hapx.collectives.lost import lost_rank
 from hapx.collectives.mailbox import Lane, Mailbox
 from hapx.collectives.threads import ThreadCommunicator
@@ -97,8 +97,9 @@ def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None, gr
     Every process must call it with the same lanes: NCCL knows no channels, runs what is asked of one communicator one after the other, and lets a
     message wait for its receiver; so that no lane waits for another, each has a process group, made by all. gloo needs none. NCCL also connects two
     processes at their first message, for which each waits; here all connect in the same order, so that nobody waits for one who waits."""
-    cpu = dist.get_backend() == "gloo"
-    if not (grouped if grouped is not None else not cpu):
+    if grouped is None:
+        grouped = dist.get_backend() != "gloo"
+    if not grouped:
         return ProcessGroupMessenger()
     me, groups = dist.get_rank(), {}
     for lane in sorted(set(lanes)):
@@ -108,7 +109,7 @@ def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None, gr
         group = dist.new_group(sorted((source, target)), timeout=timeout)
         if me in (source, target):
             groups[lane] = group
-    messenger, place = ProcessGroupMessenger(groups), torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
+    messenger, place = ProcessGroupMessenger(groups), own_device()
     for source, target, channel in sorted(groups):
         byte = torch.zeros(1, dtype=torch.uint8, device=place)
         greeting = messenger.isend(byte, target, channel) if source == me else messenger.irecv(byte, source, channel)

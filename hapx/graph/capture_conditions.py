@@ -40,39 +40,24 @@ def conditions(module: nn.Module, call: Inputs, with_loss_fn: bool = False) -> C
     named = dict(zip(inspect.signature(module.forward).parameters, positional, strict=False)) if positional else {}
     given = {**named, **keyword, **{f"target {i}": t for i, t in enumerate(targets)}}
     found |= {f"argument {name}": value for name, value in _leaves(given)}
-    parameters: set[int] = set()  # a tied one counts under its first name
-    for name, m in _modules(module, "", {}).values():  # this runs at every call
+    for name, m in module.named_modules():
         own = vars(m)
-        found[f"module {name!r}"] = _kind(m, own)
+        found[f"module {name!r}"] = _kind(m)
         prefix = f"{name}." if name else ""
-        for key, p in own["_parameters"].items():
-            if p is not None and id(p) not in parameters:
-                parameters.add(id(p))
-                found[f"{prefix}{key}.requires_grad"] = p.requires_grad
         for key, value in own.items():
-            if type(value) in _CONTAINERS:  # most of them
+            if type(value) in _CONTAINERS:  # most of them; this runs at every call
                 continue
             if isinstance(value, PLAIN):
                 found[prefix + key] = value
             elif isinstance(value, Tensor):
                 found[prefix + key] = id(value), 0 if value.is_inference() else value._version
+    found |= {f"{name}.requires_grad": p.requires_grad for name, p in module.named_parameters()}
     return found
 
 
-def _modules(module: nn.Module, name: str, found: dict[int, tuple[str, nn.Module]]) -> dict[int, tuple[str, nn.Module]]:
-    """As `named_modules`, without its generators."""
-    if id(module) not in found:
-        found[id(module)] = name, module
-        prefix = f"{name}." if name else ""
-        for key, own in module._modules.items():
-            if own is not None:
-                _modules(own, prefix + key, found)
-    return found
-
-
-def _kind(module: nn.Module, own: Mapping[str, Any]) -> tuple[Any, ...]:
+def _kind(module: nn.Module) -> tuple[Any, ...]:
     """What must not change: its class, and how many hooks it has."""
-    return type(module), *[len(own[hooks]) for hooks in HOOKS]
+    return type(module), *[len(vars(module)[hooks]) for hooks in HOOKS]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -157,7 +142,7 @@ def _told(name: str, values: Conditions) -> str:
 def renew(twin: nn.Module, module: nn.Module) -> None:
     """Gives a copy of the module the flags and attributes that the module has now. Raises PlanError where its modules are others."""
     modules, others = dict(module.named_modules()), dict(twin.named_modules())
-    if {n: _kind(m, vars(m)) for n, m in modules.items()} != {n: _kind(m, vars(m)) for n, m in others.items()}:
+    if {n: _kind(m) for n, m in modules.items()} != {n: _kind(m) for n, m in others.items()}:
         raise PlanError("submodules or hooks of the model were changed", where=type(module).__name__, hint="change them first, then call hapx.HAP")
     for name, m in modules.items():
         vars(others[name]).update({k: v for k, v in vars(m).items() if isinstance(v, (*PLAIN, Tensor))})

@@ -326,7 +326,7 @@ class _Builder:
         if triple.pre and all(0 in s for s in shapes):
             read = self.graph.nodes[triple.node].reads
             examples = [example(s, getattr(torch, read(r)), r.requires_grad, self.device) for s, r in zip(local, refs, strict=True)]
-            if not self._another_kernel(call) and accepts(function, *fill_all(args, kwargs, examples), shapes):
+            if not (call.op in DANGEROUS or self._by_cudnn(call)) and accepts(function, *fill_all(args, kwargs, examples), shapes):
                 return None
             described = [(s, getattr(torch, r.dtype), r.requires_grad) for s, r in zip(shapes, outputs, strict=True)]
             return EmptyCall(call.target, described, listed, self._kept(triple.node, local))
@@ -334,9 +334,9 @@ class _Builder:
             return EmptyConvolution(call.target, shapes[0])
         return None
 
-    def _another_kernel(self, call: OpCall) -> bool:
-        """Whether what is empty must not be given to a kernel, which is not the one of the other devices, or dangerous."""
-        return call.op in DANGEROUS or (call.op in RECURRENT and self.device.type == "cuda")
+    def _by_cudnn(self, call: OpCall) -> bool:
+        """Whether what runs where there are elements is cuDNN's."""
+        return call.op in RECURRENT and self.device.type == "cuda"
 
     def _kept(self, index: int, local: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Which operands (as the call reads them) a node keeps for backward on devices where it has elements. local: their shapes here."""
@@ -349,7 +349,7 @@ class _Builder:
             filled, named = fill_all(args, kwargs, operands)
             return function(*filled, **named)
 
-        real = node.call.op in RECURRENT and self.device.type == "cuda"
+        real = self._by_cudnn(node.call)
         shapes = [tuple(max(n, 1) for n in shape) for shape in local] if real else [r.shape for r in refs]
         operands = [(s, getattr(torch, node.reads(r)), r.requires_grad) for s, r in zip(shapes, refs, strict=True)]
         return kept_operands(call, operands, self.device, real)

@@ -180,13 +180,11 @@ class Pass:
         if self.aside:
             self.synchroniser.hold(key, gradient)
             return
-        number = self._fill(key, gradient)
-        if number == self.launched and not self.missing[number]:
-            while self.launched < len(self.missing) and not self.missing[self.launched]:
-                self._launch()
+        self._fill(key, gradient)
+        while self.launched < len(self.missing) and not self.missing[self.launched]:
+            self._launch()
 
-    def _fill(self, key: Key, gradient: Tensor) -> int:
-        """Puts a gradient into its bucket, whose number is returned."""
+    def _fill(self, key: Key, gradient: Tensor) -> None:
         number = self.layout.slots[key].bucket
         if number not in self.flat:
             self._open(number)
@@ -196,7 +194,6 @@ class Pass:
             place += self.synchroniser.held.pop(key)
         self.present.add(key)
         self.missing[number] -= 1
-        return number
 
     def _open(self, number: int) -> None:
         """Room for a bucket, zero behind its gradients."""
@@ -252,4 +249,4 @@ class Pass:
                 if key in self.present:
                     self.synchroniser.add(key[0], parts[key])
         for key, handle in strangers:
-            self.synchroniser.add(key[0], handle.wait().view(self.synchroniser.parameters[key[0]].shape))
+            self.synchroniser.add(key[0], handle.wait())

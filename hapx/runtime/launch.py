@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hapx import errors
 from hapx.cluster.spec import ClusterSpec
-from hapx.collectives.communicator import ProcessGroupCommunicator, release_groups
+from hapx.collectives.communicator import ProcessGroupCommunicator, own_device, release_groups
 from hapx.collectives.lost import lost_rank
 from hapx.errors import HapError, LaunchError
 
@@ -124,7 +124,7 @@ def join(cluster: ClusterSpec) -> World:
     else:
         atexit.register(release_groups)  # whoever has initialised it destroys it
     rank, size = dist.get_rank(), dist.get_world_size()
-    device = _device(rank)
+    device = own_device()
     control = dist.new_group(backend="gloo", timeout=PLANNING_TIMEOUT)
     assert control is not None
     world = World(rank, size, device, ProcessGroupCommunicator(control))
@@ -157,13 +157,6 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     release_groups()
-
-
-def _device(rank: int) -> torch.device:
-    """The device of this process: its GPU under NCCL, else the CPU."""
-    if "nccl" in str(dist.get_backend()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _facts(rank: int, device: torch.device, cluster: ClusterSpec) -> Facts:

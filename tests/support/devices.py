@@ -30,12 +30,6 @@ def brought(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.cpu() for name, t in tensors.items()}
 
 
-def exact() -> None:
-    """Float32 is float32 on GPUs, too."""
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 if ON_GPU:
     assert torch.cuda.is_available(), "HAPX_TEST_DEVICE is cuda, and there is no GPU"
-    exact()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # float32 is float32
