@@ -3,7 +3,7 @@
 In: a `Domain`. Out: a solution of least cost (within `TOLERANCE`, relative) and statistics.
 
 Every partial solution (`Node`) has a `level` (how many decisions are made), a `place` (a set, coded as the bits of an int; a superset is at least
-as good) and an `estimate` (cost so far + a lower bound of the rest; exact for complete solutions). Two rules prune:
+as good), an `estimate` (cost so far + a lower bound of the rest; exact for complete solutions) and what it has `spent`. Two rules prune:
 
 - bound: estimate >= the best complete solution known (A*: Hart, Nilsson, Raphael 1968);
 - dominance: another node of the same level whose place includes this one's and which `dominates` it, so that every completion of this one
@@ -15,6 +15,7 @@ Invariant: both rules keep at least one optimal solution, so the first complete 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -24,6 +25,7 @@ from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
 TOLERANCE = 1e-11
+ROUNDING = 1e-12  # of an estimate: more than rounding does to what is spent
 EVERY = 200  # expansions between two calls of whoever watches
 
 Watch = Callable[[int, float, float | None], None]  # expansions since the last call, least estimate that is open, best solution known
@@ -33,6 +35,7 @@ class Node(Protocol):
     level: int
     place: int
     estimate: float
+    spent: float  # what dominates a node has not spent more, but for `ROUNDING` of its estimate
     dead: bool  # set by the search: dominated, or expanded already
 
 
@@ -50,7 +53,7 @@ class Domain(Protocol[N]):
         """The next partial solutions whose estimate is below `limit`; `most`: only those of the so many best decisions."""
 
     def dominates(self, a: N, b: N) -> bool:
-        """Whether a's cost makes b superfluous, given that a's place includes b's."""
+        """Whether a's cost makes b superfluous, given that a's place includes b's and that it has not spent more."""
 
     def likely(self, node: N) -> float:
         """What the best solution that it leads to may cost: a guess, where the estimate is a bound."""
@@ -91,41 +94,45 @@ class Statistics:
 
 
 class Front(Generic[N]):
-    """The nodes of one level that nothing dominates, by place. Most nodes are dominated, and most of them by what dominated the last one of their
-    place: that is asked first."""
+    """The nodes of one level that nothing dominates, by place, and there in the order of what they have spent: what has spent more is not asked. Most
+    nodes are dominated, and most of them by what dominated the last one of their place: that is asked first."""
 
     def __init__(self, domain: Domain[N]):
         self.domain = domain
-        self.places: dict[int, list[N]] = {}
+        self.places: dict[int, tuple[list[float], list[N]]] = {}  # what was spent, and the nodes
         self._last: dict[int, N] = {}  # by place
 
     def admit(self, node: N) -> bool:
         """Adds a node and removes those that it dominates (marking them dead); False if it is dominated itself."""
-        place, dominates = node.place, self.domain.dominates
-        last = self._last.get(place)
-        if last is not None and not last.dead and dominates(last, node):
+        place, dominates, rounding = node.place, self.domain.dominates, ROUNDING * node.estimate
+        last, most, least = self._last.get(place), node.spent + rounding, node.spent - rounding
+        if last is not None and not last.dead and last.spent <= most and dominates(last, node):
             return False
-        for other_place, others in self.places.items():
-            if other_place & place == place:
-                for other in others:
+        for other_place, (spent, others) in self.places.items():
+            if other_place & place == place and spent[0] <= most:
+                for other in others if spent[-1] <= most else others[: bisect_right(spent, most)]:
                     if dominates(other, node):
                         self._last[place] = other
                         return False
         empty = []
-        for other_place, others in self.places.items():
-            if place & other_place == other_place:
-                for i in range(len(others) - 1, -1, -1):
+        for other_place, (spent, others) in self.places.items():
+            if place & other_place == other_place and spent[-1] >= least:
+                for i in range(len(others) - 1, bisect_left(spent, least) - 1, -1):
                     if dominates(node, others[i]):
                         others.pop(i).dead = True
+                        del spent[i]
                 if not others:
                     empty.append(other_place)
         for other_place in empty:
             del self.places[other_place]
-        self.places.setdefault(place, []).append(node)
+        spent, others = self.places.setdefault(place, ([], []))
+        at = bisect_right(spent, node.spent)
+        spent.insert(at, node.spent)
+        others.insert(at, node)
         return True
 
     def nodes(self) -> list[N]:
-        return [node for nodes in self.places.values() for node in nodes]
+        return [node for _, nodes in self.places.values() for node in nodes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class Bound:
         self.problem, self.kinds = problem, problem.terms.kinds
         self.relaxation = Relaxation(problem, moves)
         self.none: Vector = (0.0,) * len(self.relaxation.weights)
+        self._every = len(self.relaxation.weights.pairs) == self.kinds**2  # whether weights are of every pair of kinds
         self._parts: dict[tuple[int, int, int, int], Vector] = {}
         self._columns: dict[tuple[int, int], Column] = {}
         self._priced: list[dict[int, list[Context]]] = [{} for _ in range(len(problem.steps) + 1)]  # by what is available of parameters
@@ -80,10 +81,18 @@ class Bound:
 
     def estimate(self, cost: float, forward: Vector, backward: Vector, rest: Vector) -> float:
         """Cost plus the bound of the rest with these pending vectors."""
-        best: float = max([forward[i] + backward[j] + r for (i, j), r in zip(self.relaxation.weights.pairs, rest, strict=False)])
-        if self.kinds > 1:
-            best = max(best, (sum(forward) + sum(backward)) / self.kinds + rest[-1])
+        best: float = max(map(add, self.pending(forward, backward), rest))
         return cost + best
+
+    def pending(self, forward: Vector, backward: Vector) -> list[float]:
+        """Per weight vector, what is pending."""
+        if self._every:
+            found = [x + y for x in forward for y in backward]
+        else:
+            found = [forward[i] + backward[j] for i, j in self.relaxation.weights.pairs]
+        if self.kinds > 1:
+            found.append((sum(forward) + sum(backward)) / self.kinds)
+        return found
 
     def several(self, level: int, cost: Array, forward: Array, backward: Array) -> Array:
         """As `estimate`, of partial programs at a level; whatever is available."""

@@ -9,7 +9,7 @@ Memory may have *prices* instead (seconds per byte and kind, see `hapx.synth.lim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from math import inf
 from operator import add, le, mul, sub
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hapx.cost.terms import Shares
+from hapx.synth.astar import ROUNDING
 from hapx.synth.bound import Bound
 from hapx.synth.effect import Effect, Effects, Vector, compose, plus, repeated
 from hapx.synth.moves import Move, Moves
@@ -25,7 +26,6 @@ from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
 from hapx.synth.seeds import Mask
 
-ROUNDING = 1e-12  # of an estimate: more than rounding does to what is spent
 MANY = 32  # moves of a choice, from which on those that are hopeless are looked for in arrays
 
 
@@ -123,7 +123,7 @@ class Synthesis:
         estimate = self.bound.estimate(fixed + self._priced(self.fixed_memory), self.zero, self.zero, rest)
         return State(0, self.problem.start, fixed, self.zero, self.zero, self.fixed_memory, estimate, fixed, None, None)
 
-    def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
+    def successors(self, state: State, limit: float, most: int | None = None) -> list[State]:
         """By the choices whose bound is below the limit: conversions are priced for no others. most: by so many of the best, unless the step
         places the only parameter that is used again: what its places cost later the bounds of choices do not know."""
         estimates = self.bound.choices(state.level, state.place, state.cost + self._priced(state.memory), state.forward, state.backward)
@@ -134,8 +134,10 @@ class Synthesis:
         if most is not None and len(chosen) > most and not self.bound.outline.placed[state.level]:
             chosen = chosen[np.argsort(estimates[chosen], kind="stable")[:most]]
         reads = state.place & self.problem.steps[state.level].reads
+        found: list[State] = []
         for choice in chosen.tolist():
-            yield from self._follow(state, self._promising(state, self.following(state.level, reads, choice), limit), limit)
+            found += self._follow(state, self._promising(state, self.following(state.level, reads, choice), limit), limit)
+        return found
 
     def follow(self, last: State) -> State | None:
         """A program that was found at other shares or prices, at these; None where it does not fit."""
@@ -158,7 +160,7 @@ class Synthesis:
                 period, times = old.rounds
                 move, effect = None, repeated(reduce(compose, made[-period:]), times)
                 made.append(self.moves.nothing)  # no round reaches back over this
-            state = next(self._reached(state, old.level, old.place, effect, move, old.rounds, inf, bounded=False), None)
+            state = self._reached(state, old.level, old.place, effect, move, old.rounds, inf, bounded=False)
         return state
 
     def again(self, state: State, limit: float) -> list[State] | None:
@@ -170,7 +172,7 @@ class Synthesis:
         if self.repetition.jump(state.level) is not None:
             return self._leap(state, made, limit)
         moves = self.following(state.level, state.place & self.problem.steps[state.level].reads, made[0].choice.index).moves
-        return list(self._follow(state, [m for m in moves if m[0] is made[0]], limit))
+        return self._follow(state, [m for m in moves if m[0] is made[0]], limit)
 
     def leaps(self, state: State, limit: float) -> list[State]:
         """After all rounds that are left, where the last one ended as it had begun."""
@@ -197,51 +199,49 @@ class Synthesis:
         assert jump is not None, "checked by the caller"
         effect = repeated(reduce(compose, (m.effect for m in made)), jump.times)
         place = sum((state.place >> before & full) << now for now, before, full in jump.pairs)
-        return list(self._reached(state, state.level + jump.times * len(made), place, effect, None, (len(made), jump.times), limit))
+        found = self._reached(state, state.level + jump.times * len(made), place, effect, None, (len(made), jump.times), limit)
+        return [found] if found is not None else []
 
-    def _follow(self, state: State, moves: list[tuple[Move, int]], limit: float) -> Iterator[State]:
-        kept = state.place & self.problem.steps[state.level].keep
-        for move, made in moves:
-            yield from self._reached(state, state.level + 1, kept | made, move.effect, move, (0, 0), limit)
+    def _follow(self, state: State, moves: list[tuple[Move, int]], limit: float) -> list[State]:
+        kept, level = state.place & self.problem.steps[state.level].keep, state.level + 1
+        found = [self._reached(state, level, kept | made, move.effect, move, (0, 0), limit) for move, made in moves]
+        return [after for after in found if after is not None]
 
     def _reached(
         self, state: State, level: int, place: int, effect: Effect, move: Move | None, rounds: tuple[int, int], limit: float, bounded: bool = True
-    ) -> Iterator[State]:
+    ) -> State | None:
         """The state at `level` with `place` after an effect, if it may lead to a program below the limit. bounded: its estimate is wanted."""
-        forward, backward, limits = state.forward, state.backward, self.limits
-        memory = tuple(map(add, state.memory, effect.memory))
+        const, forward_pre, forward, backward_pre, backward, grown = effect
+        memory, limits = tuple(map(add, state.memory, grown)), self.limits
         if limits is not None and not all(map(le, map(add, memory, self._left[level]), limits)):
             self.unfit += 1
-            return
-        cost = state.cost + effect.const
-        if effect.forward_pre is None:
-            pf = tuple(map(add, forward, effect.forward))
+            return None
+        cost = state.cost + const
+        if forward_pre is None:
+            forward = tuple(map(add, state.forward, forward))
         else:
-            cost += max(map(add, forward, effect.forward_pre))
-            pf = effect.forward
-        if effect.backward_pre is None:
-            pb = tuple(map(add, backward, effect.backward))
+            cost += max(map(add, state.forward, forward_pre))
+        if backward_pre is None:
+            backward = tuple(map(add, state.backward, backward))
         else:
-            cost += max(map(add, backward, effect.backward_pre))
-            pb = effect.backward
+            cost += max(map(add, state.backward, backward_pre))
         if cost >= limit:
             self.bounded += 1
-            return
-        spent = estimate = cost + max(pf) + max(pb)
+            return None
+        spent = estimate = cost + max(forward) + max(backward)
         if bounded and level < self.depth:
-            paid, quick = cost + self._priced(memory), self.bound.quick(level, place)
-            if quick is not None and self.bound.estimate(paid, pf, pb, quick) >= limit:
+            bound = self.bound
+            paid, pending, quick = cost + self._priced(memory), bound.pending(forward, backward), bound.quick(level, place)
+            if quick is not None and paid + max(map(add, pending, quick)) >= limit:
                 self.bounded += 1
-                return
-            estimate = max(estimate, self.bound.estimate(paid, pf, pb, self.bound.rest(level, place)))
-        if estimate < limit:
-            yield State(level, place, cost, pf, pb, memory, estimate, spent, state, move, rounds)
-        else:
+                return None
+            estimate = max(estimate, paid + max(map(add, pending, bound.rest(level, place))))
+        if estimate >= limit:
             self.bounded += 1
+            return None
+        return State(level, place, cost, forward, backward, memory, estimate, spent, state, move, rounds)
 
     def dominates(self, a: State, b: State) -> bool:
-        if a.spent > b.spent + ROUNDING * b.estimate:  # so it does for most pairs: what follows takes ten times as long
-            return False
         if self.limits is not None and not all(map(le, a.memory, b.memory)):
             return False
         more = max(map(sub, a.forward, b.forward)) + max(map(sub, a.backward, b.backward))

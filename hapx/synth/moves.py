@@ -22,11 +22,9 @@ from hapx.synth.effect import Effect, Event, Vector, cheaper, compose, nothing, 
 from hapx.synth.effect import effect as of_events
 from hapx.synth.grid import Grid
 from hapx.synth.problem import Choice, Problem, StepClass
-from hapx.synth.tables import Conversion, Edge, Kept, StepTerms, TensorTable, Values, bits
+from hapx.synth.tables import Conversion, Edge, Kept, Path, StepTerms, TensorTable, Values, bits
 from hapx.theory.conversion import storages
-from hapx.transposes import forward_collective
 
-Path = tuple[Edge, ...]
 Ran = tuple[list[Event], Vector, Vector]  # what a communication runs between devices, and seconds of copies forward and backward
 MOST = 200  # ways that none covers, if bytes count as well, from which on there are too many to look at
 MANY = 64  # ways to have some operands of a step, from which on those that others cover are left out before the next operand is looked at
@@ -182,22 +180,19 @@ class Moves:
         the cheapest of those are priced in full."""
         key = id(table), source, target
         if key not in self._between:
-            groups: dict[tuple[bool, bool], list[tuple[Effect, Path]]] = {}
-            for edges in table.between(source, target):
-                effect = self.edge(table, edges[0])
-                for edge in edges[1:]:
-                    effect = compose(effect, self.edge(table, edge))
-                makes, frees = any(forward_collective(e.step.source, e.step.target) for e in edges), any(e.step.free for e in edges)
-                groups.setdefault((makes, frees), []).append((effect, edges))
-            self._between[key] = tuple(
-                (
-                    self._whole(table, source, target, edges, effect, makes and not frees),
-                    table.conversion(source, target, tuple([e.step for e in edges])),
-                )
-                for (makes, frees), candidates in groups.items()
-                for effect, edges in _cheapest(candidates)
-            )
+            found: list[tuple[Effect, Conversion]] = []
+            for holds, paths in table.paths(source, target):
+                for effect, path, conversion in _cheapest([(self._one_by_one(table, path), path, conversion) for path, conversion in paths]):
+                    found.append((self._whole(table, source, target, path, effect, holds), conversion))
+            self._between[key] = tuple(found)
         return self._between[key]
+
+    def _one_by_one(self, table: TensorTable, path: Path) -> Effect:
+        """The effect of one communication after the other, without what they keep in memory."""
+        effect = self.edge(table, path[0])
+        for edge in path[1:]:
+            effect = compose(effect, self.edge(table, edge))
+        return effect
 
     def _whole(self, table: TensorTable, source: int, target: int, edges: Path, effect: Effect, holds: bool) -> Effect:
         """Of a path with what it keeps in memory; effect: of its edges, which of more than one is not quite that of all, as all copies come last."""
@@ -283,10 +278,13 @@ def undominated(items: Iterable[Item], memory: bool) -> tuple[Item, ...]:
     return tuple(kept)
 
 
-def _cheapest(candidates: list[tuple[Effect, Path]]) -> Iterator[tuple[Effect, Path]]:
+def _cheapest(candidates: list[tuple[Effect, Path, Conversion]]) -> Iterator[tuple[Effect, Path, Conversion]]:
     """The paths whose time no other one covers."""
+    if len(candidates) == 1:
+        yield candidates[0]
+        return
     kept: list[Effect] = []
-    for effect, path in sorted(candidates, key=lambda c: c[0].weight):
-        if not any(cheaper(other, effect, False) for other in kept):
-            kept.append(effect)
-            yield effect, path
+    for candidate in sorted(candidates, key=lambda c: c[0].weight):
+        if not any(cheaper(other, candidate[0], False) for other in kept):
+            kept.append(candidate[0])
+            yield candidate

@@ -84,6 +84,9 @@ class Edge:
     cost: StepTerms | None = None
 
 
+Path = tuple[Edge, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Conversion:
     """A path between two placements (numbers) of a table; what all of it costs (memory is not the sum over its edges), once that is asked for."""
@@ -132,7 +135,8 @@ class TensorTable:
             self.stored.append(Kept(self.number[p], memory, StepCost(None, None, update, None), both))
         self._held: dict[Placement, int] = {}
         self._edges: dict[tuple[int, int], tuple[Edge, ...]] = {}
-        self._shared: dict[tuple[int, int], tuple[tuple[Edge, ...], ...]] = {}
+        self._paths: dict[tuple[int, int], tuple[tuple[bool, tuple[tuple[Path, Conversion], ...]], ...]] = {}
+        self._shared: dict[tuple[int, int], tuple[Path, ...]] = {}
         self._shared_edges: dict[tuple[int, int, int, int, Form], tuple[StepCost, Edge]] = {}
         self._conversions: dict[tuple[int, int, tuple[Communication, ...]], Conversion] = {}
 
@@ -141,7 +145,20 @@ class TensorTable:
         found = list(dict.fromkeys([self.closure(p) for p in bits(mask)]))
         return [one for one in found if not any(one != other and one & other == one for other in found)]
 
-    def between(self, source: int, target: int) -> Iterator[tuple[Edge, ...]]:
+    def paths(self, source: int, target: int) -> tuple[tuple[bool, tuple[tuple[Path, Conversion], ...]], ...]:
+        """The paths from source to target, in groups of those that communicate and free alike: these keep the same bytes. The first of each group:
+        whether what its communication makes stays."""
+        key = source, target
+        if key not in self._paths:
+            groups: dict[tuple[bool, bool], list[tuple[Path, Conversion]]] = {}
+            for path in self.between(source, target):
+                makes, frees = any(forward_collective(e.step.source, e.step.target) for e in path), any(e.step.free for e in path)
+                conversion = self.conversion(source, target, tuple([e.step for e in path]))
+                groups.setdefault((makes, frees), []).append((path, conversion))
+            self._paths[key] = tuple([(makes and not frees, tuple(found)) for (makes, frees), found in groups.items()])
+        return self._paths[key]
+
+    def between(self, source: int, target: int) -> Iterator[Path]:
         """The paths from source to target that the restriction allows: each axis that differs changes once, in any legal order; or through shards of
         the inner axis."""
         one, other = self.codes[source], self.codes[target]
@@ -160,7 +177,7 @@ class TensorTable:
                 yield from (path for path in product(*choices) if len({e.step.free for e in path if e.gathers}) < 2)
         yield from self.shared(source, target)
 
-    def shared(self, source: int, target: int) -> tuple[tuple[Edge, ...], ...]:
+    def shared(self, source: int, target: int) -> tuple[Path, ...]:
         """The paths through shards of the inner axis (see `hapx.theory.conversion.shared_paths`)."""
         key = source, target
         if key not in self._shared:

@@ -18,6 +18,7 @@ class Leaf:
     path: str
     level: int
     estimate: float
+    spent: float = 0.0
     dead: bool = False
 
     @property
