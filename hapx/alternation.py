@@ -54,7 +54,7 @@ CORRECTIONS = 4  # searches at most for one program whose peak fits
 FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
 FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
 MANY_STEPS = 300  # of one that is searched from one start only where it is known that memory binds
-ROUGH = 3e-3  # relative distance from the optimum at which searches from further starts end: of the best one the last search is made to the end
+ROUGH = 3e-3  # relative distance from the optimum at which searches from further starts end, on one axis: that of the best one is made to the end
 MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not believed to be that far from the true one
 MUCH = 20_000  # partial programs, after which a problem is not also searched as strategies by name:
 BY_NAME = ("tensor-parallel", "zero")
@@ -279,7 +279,7 @@ class Alternation:
         before, several = self._best(), len(self.theory.mesh.axes) > 1
         # a short search tells where a start leads; only where that is the best, one is made to the end
         self.problem.brief = self.prices is None and (several or before.gap > STALLED)
-        self.problem.within = max(self.setting.within, ROUGH if self.prices is None else 0.0)
+        self.problem.rough = 0.0 if several or self.prices is not None else ROUGH
         # what is begun with as it is, is as it was rounded and improved; on one axis, where a search costs little, first as it is rounded
         for improved in (True,) if several else (False, True):
             for start in self._starts_further():
@@ -289,7 +289,7 @@ class Alternation:
                 as_now = {c: own for c, own in now.lengths.items() if c.row in alike}
                 with suppress(InsufficientMemoryError):  # something else fits
                     self._alternate(start, least, as_now, above=HOPELESS * least)
-        self.problem.brief, self.problem.within = False, self.setting.within
+        self.problem.brief, self.problem.rough = False, 0.0
         # what a search did not solve to the end at the first shares, it hardly does at others
         if self.prices is None and before.gap <= STALLED:
             self._prove(before, known)

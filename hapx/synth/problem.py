@@ -114,6 +114,7 @@ class Problem:
     seeds: list[Mapping[int, Any]] | None = None  # see `hapx.synth.seeds`; made when first searched
     watch: Callable[[int, float, float | None], None] | None = None  # see `hapx.synth.astar.Watch`
     within: float = 0.0  # relative distance from the optimum that is good enough; see `hapx.synth.search`
+    rough: float = 0.0  # the same, where searches are as long as ever
     exposed: float = 1.0  # how much of the sums of gradients counts, where the rest is taken to run behind backward; see `hapx.overlap`
     brief: bool = False  # whether searches that cannot be short are to end soon
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first

@@ -61,7 +61,7 @@ ALMOST = 1e-6  # relative distance from the optimum
 NEAR = 0.01  # what may be left to the bound without another beam
 # of those that follow where a search ends with its budget, if more than this is left; on meshes of one axis and of several,
 WIDE = (((Width(16), 0.0), (Width(8, True), NEAR)), ((Width(8, True), 0.0), (Width(12), NEAR)))
-WIDEST = (((Width(256), 0.0),), ((Width(64), 0.0),))  # where memory binds in a problem of up to EXACT steps,
+WIDEST = ((Width(64), 0.0),)  # where memory binds in a problem of up to EXACT steps,
 PARTLY = ((WIDTH, NEAR),)  # and where sums of gradients count in part
 PRICED = NARROW, WIDTH  # where memory has prices in a larger one: what was found at other prices hardly leads anywhere else
 PACE = (300, BUDGET // 3)  # partial programs after which the search of a problem of more than EXACT steps is asked whether its budget leads anywhere
@@ -183,7 +183,7 @@ def _with_memory(
         best = domain.follow(problem.programs[0])
     own = Statistics()
     best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch))
-    best = _widened(domain, own, best, WIDEST[len(problem.theory.mesh.axes) > 1], TOLERANCE)
+    best = _widened(domain, own, best, WIDEST, TOLERANCE)
     statistics.gap = 0.0  # that of the program without limits
     statistics.add(own)
     return best
@@ -311,7 +311,7 @@ def _once_more(domain: Synthesis, statistics: Statistics, best: State, within: f
 
 def _tolerance(problem: Problem) -> float:
     steps, nearly = len(problem.steps), NEARLY[len(problem.theory.mesh.axes) > 1]
-    return max(problem.within, TOLERANCE if steps <= EXACT else ALMOST if steps <= nearly else WITHIN)
+    return max(problem.within, problem.rough, TOLERANCE if steps <= EXACT else ALMOST if steps <= nearly else WITHIN)
 
 
 def _stuck(problem: Problem) -> PlanError:
