@@ -60,7 +60,7 @@ NEARLY = (400, 110)  # and up to which one is solved to a, on meshes of one axis
 ALMOST = 1e-6  # relative distance from the optimum
 NEAR = 0.01  # what may be left to the bound without another beam
 # of those that follow where a search ends with its budget, if more than this is left; on meshes of one axis and of several,
-WIDE = (((Width(16), 0.0), (Width(8, True), NEAR)), ((Width(8, True), 0.0), (Width(12), NEAR)))
+WIDE = (((Width(16), 0.0), (Width(8, True), NEAR)), ((Width(4, True), 0.0), (Width(8, True), NEAR / 2), (Width(12), NEAR)))
 WIDEST = ((Width(64), 0.0),)  # where memory binds in a problem of up to EXACT steps,
 PARTLY = ((WIDTH, NEAR),)  # and where sums of gradients count in part
 PRICED = NARROW, WIDTH  # where memory has prices in a larger one: what was found at other prices hardly leads anywhere else
