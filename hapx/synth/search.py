@@ -63,7 +63,8 @@ NEAR = 0.01  # what may be left to the bound without another beam
 WIDE = (((Width(16), 0.0), (Width(8, True), NEAR)), ((Width(4, True), 0.0), (Width(8, True), NEAR / 2), (Width(12), NEAR)))
 WIDEST = ((Width(64), 0.0),)  # where memory binds in a problem of up to EXACT steps,
 PARTLY = ((WIDTH, NEAR),)  # and where sums of gradients count in part
-PRICED = NARROW, WIDTH  # where memory has prices in a larger one: what was found at other prices hardly leads anywhere else
+# where memory has prices in a larger one, on one axis and on several: what was found at other prices hardly leads anywhere else
+PRICED = (NARROW, WIDTH), (NARROW, Width(4, True))
 PACE = (300, BUDGET // 3)  # partial programs after which the search of a problem of more than EXACT steps is asked whether its budget leads anywhere
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WORTH = 0.25  # of the distance: what a beam may leave, which follows nothing that is not better by more
@@ -147,7 +148,7 @@ def _limited(
 
     def priced(at: Vector) -> tuple[State | None, float, tuple[State, float] | None]:
         own, there = Statistics(), Synthesis(problem, shares, None, prices=at)
-        found = _search(there, own, WITHIN, SHORT, wide=small, widths=() if small else PRICED)
+        found = _search(there, own, WITHIN, SHORT, wide=small, widths=() if small else PRICED[len(problem.theory.mesh.axes) > 1])
         gap, own.gap = own.gap, 0.0
         statistics.add(own)
         return found, gap, splices.add(found, there) if found is not None else None
