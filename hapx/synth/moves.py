@@ -182,17 +182,11 @@ class Moves:
         if key not in self._between:
             found: list[tuple[Effect, Conversion]] = []
             for holds, paths in table.paths(source, target):
-                for effect, path, conversion in _cheapest([(self._one_by_one(table, path), path, conversion) for path, conversion in paths]):
+                candidates = [(reduce(compose, [self.edge(table, e) for e in path]), path, conversion) for path, conversion in paths]
+                for effect, path, conversion in _cheapest(candidates):
                     found.append((self._whole(table, source, target, path, effect, holds), conversion))
             self._between[key] = tuple(found)
         return self._between[key]
-
-    def _one_by_one(self, table: TensorTable, path: Path) -> Effect:
-        """The effect of one communication after the other, without what they keep in memory."""
-        effect = self.edge(table, path[0])
-        for edge in path[1:]:
-            effect = compose(effect, self.edge(table, edge))
-        return effect
 
     def _whole(self, table: TensorTable, source: int, target: int, edges: Path, effect: Effect, holds: bool) -> Effect:
         """Of a path with what it keeps in memory; effect: of its edges, which of more than one is not quite that of all, as all copies come last."""

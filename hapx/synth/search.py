@@ -15,7 +15,8 @@ proven by the bound, unless the search ends with its budget; then a wider beam f
 steps, the search once more from there. Where memory must be priced, the prices may leave a gap. `statistics.gap` says what was proven. Where only a
 part of the sums of gradients counts (`hapx.overlap`), searches end early, as on two axes they would take longer than what they bring is worth.
 They also end early at shares where the bound says that no program is as fast as one that is known at others, and where little is asked of them
-(`Problem.within`); no wider beam follows then.
+(`Problem.within`); no wider beam follows then. At shares that are only tried (`Problem.rough`) they are as long as ever, but good enough
+earlier.
 """
 
 from __future__ import annotations
