@@ -13,7 +13,7 @@ Read from `hapx.collectives` and `hapx.runtime.gradients`:
     slice, pad       2 shard;  2 shard + 1 whole
     mask             a clone, or zeros                                               2 whole
     strided          units go to the front and back again                            2 shard + 2 whole more
-    bucket           of gradients: zeros, then the sum of bucket and gradient        4 whole, and entering it takes a launch in either direction
+    bucket           of gradients: each is copied to its place in a bucket           2 whole, and entering it takes a launch in either direction
 
 Free conversions cost nothing (see `hapx.cost.model`), so these are counted only where something moves between devices in one of the directions.
 """
@@ -40,7 +40,7 @@ class Copies(NamedTuple):
 
 BEFORE, AFTER, WHOLE = range(3)  # a tensor before it is converted along an axis, after it, and after it but not in shards along the axis
 NO_COPIES = Copies()
-ENTERED, BUCKET = Copies(kernels=1.0), Copies(second=4.0, kernels=2.0)
+ENTERED, BUCKET = Copies(kernels=1.0), Copies(second=2.0, kernels=1.0)
 _OF_ANY_FORM = {
     "none": NO_COPIES, "mask": Copies(second=2.0, kernels=1.0), "all_reduce": Copies(second=2.0, kernels=1.0),
     "slice": Copies(first=2.0, kernels=1.0), "pad": Copies(first=2.0, second=1.0, kernels=2.0), "all_to_all": Copies(4.0, 2.0, 3.0),

@@ -161,7 +161,7 @@ def test_layers_with_their_seconds() -> None:
     forward = max(flops / FLOPS, moved / MEMORY) + LAUNCH
     backward = max(flops / FLOPS, 2 * moved / MEMORY) + 2 * LAUNCH  # no gradient of the input: weight and bias
     # shards of unequal length are put together twice, gradients padded and put together; the bias passes a bucket
-    copied = (8 * 256 + 2 * 128) * 64 * 8 / MEMORY + 5 * LAUNCH + 4 * 256 * 8 / MEMORY + 3 * LAUNCH
+    copied = (8 * 256 + 2 * 128) * 64 * 8 / MEMORY + 5 * LAUNCH + 2 * 256 * 8 / MEMORY + 2 * LAUNCH
     sync = synchronise(256 * 8, 4, INSIDE)
     lines = layers_table(Pricing.of(plan)).splitlines()
     assert re.split(r"  +", lines[0]) == ["layer", "weights", "activations", "compute", "comm.", "sync"]
