@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from math import inf
@@ -95,11 +95,17 @@ class Statistics:
 
 class Front(Generic[N]):
     """The nodes of one level that nothing dominates, by place, and there in the order of what they have spent: what has spent more is not asked. Most
-    nodes are dominated, and most of them by what dominated the last one of their place: that is asked first."""
+    nodes are dominated, and most of them by what dominated the last one of their place: that is asked first. Places are numbered, and every bit
+    knows the numbers of those that have it, as the bits of an int: so those that include a place, or that it includes, are found without a walk
+    over all of them."""
 
     def __init__(self, domain: Domain[N]):
         self.domain = domain
-        self.places: dict[int, tuple[list[float], list[N]]] = {}  # what was spent, and the nodes
+        self.places: dict[int, int] = {}  # their numbers
+        self._shelves: list[tuple[int, list[float], list[N]]] = []  # by number: the place, what was spent, and the nodes
+        self._free: list[int] = []  # numbers that are not in use
+        self._all = self._bits = 0  # the numbers that are, and the bits that places have had
+        self._having: dict[int, int] = {}  # by bit, the numbers of the places that have it
         self._last: dict[int, N] = {}  # by place
 
     def admit(self, node: N) -> bool:
@@ -108,31 +114,82 @@ class Front(Generic[N]):
         last, most, least = self._last.get(place), node.spent + rounding, node.spent - rounding
         if last is not None and not last.dead and last.spent <= most and dominates(last, node):
             return False
-        for other_place, (spent, others) in self.places.items():
-            if other_place & place == place and spent[0] <= most:
+        for _, spent, others in self._of(self._including(place)):
+            if spent[0] <= most:
                 for other in others if spent[-1] <= most else others[: bisect_right(spent, most)]:
                     if dominates(other, node):
                         self._last[place] = other
                         return False
-        empty = []
-        for other_place, (spent, others) in self.places.items():
-            if place & other_place == other_place and spent[-1] >= least:
+        for other_place, spent, others in self._of(self._included(place)):
+            if spent[-1] >= least:
                 for i in range(len(others) - 1, bisect_left(spent, least) - 1, -1):
                     if dominates(node, others[i]):
                         others.pop(i).dead = True
                         del spent[i]
                 if not others:
-                    empty.append(other_place)
-        for other_place in empty:
-            del self.places[other_place]
-        spent, others = self.places.setdefault(place, ([], []))
+                    self._remove(other_place)
+        _, spent, others = self._shelf(place)
         at = bisect_right(spent, node.spent)
         spent.insert(at, node.spent)
         others.insert(at, node)
         return True
 
     def nodes(self) -> list[N]:
-        return [node for _, nodes in self.places.values() for node in nodes]
+        return [node for number in self.places.values() for node in self._shelves[number][2]]
+
+    def _of(self, numbers: int) -> Iterator[tuple[int, list[float], list[N]]]:
+        while numbers:
+            low = numbers & -numbers
+            yield self._shelves[low.bit_length() - 1]
+            numbers ^= low
+
+    def _including(self, place: int) -> int:
+        """The numbers of the places that include a place."""
+        found = self._all
+        while place and found:
+            bit = place & -place
+            found &= self._having.get(bit, 0)
+            place ^= bit
+        return found
+
+    def _included(self, place: int) -> int:
+        """The numbers of the places that a place includes: those that have no other bit."""
+        left, others = self._bits & ~place, 0
+        while left:
+            bit = left & -left
+            others |= self._having[bit]
+            left ^= bit
+        return self._all & ~others
+
+    def _shelf(self, place: int) -> tuple[int, list[float], list[N]]:
+        """Of a place, an empty one if there was none."""
+        number = self.places.get(place)
+        if number is not None:
+            return self._shelves[number]
+        shelf: tuple[int, list[float], list[N]] = (place, [], [])
+        if self._free:
+            number = self._free.pop()
+            self._shelves[number] = shelf
+        else:
+            number = len(self._shelves)
+            self._shelves.append(shelf)
+        self.places[place] = number
+        self._bits |= place
+        self._mark(place, 1 << number)
+        return shelf
+
+    def _remove(self, place: int) -> None:
+        number = self.places.pop(place)
+        self._free.append(number)
+        self._mark(place, 1 << number)
+
+    def _mark(self, place: int, own: int) -> None:
+        """That a place is there, if it was not, or is not, if it was. own: the bit of its number."""
+        self._all ^= own
+        while place:
+            bit = place & -place
+            self._having[bit] = self._having.get(bit, 0) ^ own
+            place ^= bit
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,8 @@ class Following:
 
     def __init__(self, problem: Problem, moves: Moves, *, arrays: bool):
         self.problem, self.moves, self.arrays = problem, moves, arrays
-        self._known: list[dict[tuple[int, int], Reached]] = [{} for _ in problem.steps]
+        self._known: list[dict[tuple[int, int], Reached]] = [{} for _ in problem.steps]  # by what is available,
+        self._alike: list[dict[tuple[tuple[int, ...], int], Reached]] = [{} for _ in problem.steps]  # and by what is used of it
         self._parts: dict[int, list[tuple[int, int, int]]] = {}
 
     def __call__(self, level: int, mask: int, choice: int) -> Reached:
@@ -78,9 +79,13 @@ class Following:
         if (mask, choice) not in known:
             step, kind = self.problem.steps[level], self.problem.steps[level].kind
             masks = tuple(s.fixed if s.fixed is not None else mask >> at & s.table.full for s, at in zip(kind.slots, step.slot_shifts, strict=True))
-            found = self.moves.at(kind, masks, choice)
-            effects = Effects([m.effect for m in found]) if self.arrays and len(found) > MANY else None
-            known[mask, choice] = Reached([(m, self.made(level, m)) for m in found], effects)
+            used = self.moves.used(kind, masks, choice)
+            alike = self._alike[level]
+            if (used, choice) not in alike:
+                found = self.moves.at(kind, used, choice)
+                effects = Effects([m.effect for m in found]) if self.arrays and len(found) > MANY else None
+                alike[used, choice] = Reached([(m, self.made(level, m)) for m in found], effects)
+            known[mask, choice] = alike[used, choice]
         return known[mask, choice]
 
     def made(self, level: int, move: Move) -> int:

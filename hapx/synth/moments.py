@@ -26,6 +26,7 @@ from hapx.ir import FLOATING, Kind, Node, OpCall, TensorRef
 from hapx.layout import Lengths
 from hapx.plan import Communication
 from hapx.states import Partial, Placement
+from hapx.synth.conversions import Converted
 from hapx.synth.effect import Effect
 from hapx.synth.moves import Moves, Option
 from hapx.synth.problem import Problem, StepClass
@@ -105,6 +106,10 @@ class Moments(Moves):
 
     # -- conversions -------------------------------------------------------------------------------------------------------------------------------
 
+    def used(self, kind: StepClass, masks: tuple[int, ...], choice: int) -> tuple[int, ...]:
+        """All of it: what is free takes memory, by what it is made from."""
+        return masks
+
     def _converted(self, table: TensorTable, mask: int, target: int) -> Iterator[Option]:
         """What is free takes memory nevertheless where it is not what was made."""
         if not mask >> target & 1:
@@ -121,11 +126,11 @@ class Moments(Moves):
             self._free[key] = self._effect_of(f=size) if size.any() else self.nothing
         return self._free[key]
 
-    def _whole(self, table: TensorTable, source: int, target: int, edges: tuple[Edge, ...], effect: Effect, holds: bool) -> Effect:
+    def _path(self, table: TensorTable, source: int, target: int, path: Converted) -> Effect:
         ref, at = table.ref, table.placements[target]
-        size, hops = self.local.part(at, float(ref.bytes)), self._along(table, source, edges)
+        size, hops = self.local.part(at, float(ref.bytes)), self._along(table, source, path.edges)
         s = r = self.none
-        if holds and not _partial(at):
+        if path.holds and not _partial(at):
             s = self.exact.in_flight * size if ref.name in self.kept and ref.name not in self.twice else self.none
             r = size if self.within and not s.any() and ref.name in self.inside else self.none
         f = b = before = self.none

@@ -14,18 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import reduce
 from itertools import accumulate
-from operator import and_, mul, truediv
+from operator import and_, mul, or_, truediv
 from typing import NamedTuple, TypeVar
 
 from hapx.cost.terms import Shares
-from hapx.synth.effect import Effect, Event, Vector, cheaper, compose, nothing, plus
-from hapx.synth.effect import effect as of_events
-from hapx.synth.grid import Grid
+from hapx.synth.conversions import Converted, conversions
+from hapx.synth.effect import Effect, Vector, cheaper, compose, nothing
 from hapx.synth.problem import Choice, Problem, StepClass
-from hapx.synth.tables import Conversion, Edge, Kept, Path, StepTerms, TensorTable, Values, bits
+from hapx.synth.tables import Conversion, Kept, StepTerms, TensorTable, bits
 from hapx.theory.conversion import storages
 
-Ran = tuple[list[Event], Vector, Vector]  # what a communication runs between devices, and seconds of copies forward and backward
 MOST = 200  # ways that none covers, if bytes count as well, from which on there are too many to look at
 MANY = 64  # ways to have some operands of a step, from which on those that others cover are left out before the next operand is looked at
 
@@ -84,25 +82,44 @@ class Moves:
 
     def __init__(self, problem: Problem, shares: Shares, memory: bool, capacity: Vector | None = None, prices: Vector | None = None):
         self.problem, self.memory, self.capacity, self.prices = problem, memory, capacity, prices
-        self.values = Values(problem.terms, shares)
-        problem.grid = problem.grid or Grid(problem)
-        self.grid: Grid = problem.grid
+        self.conversions = conversions(problem, shares)
+        self.values, self.grid, self.edges = self.conversions.values, self.conversions.grid, self.conversions.edges
         self.exposed = problem.exposed
-        self.edges = self.grid.edges.at(shares, self.exposed)
         self.nothing = nothing(problem.terms.kinds)
         self._moves: dict[tuple[int, tuple[int, ...], int], tuple[Move, ...]] = {}
         self._options: dict[tuple[int, int, int, bool], tuple[Option, ...]] = {}
-        self._edges: dict[int, Effect] = {}
-        self._ran: dict[int, Ran] = {}
+        self._sources: dict[tuple[int, int, int, bool], int] = {}
         self._between: dict[tuple[int, int, int], tuple[tuple[Effect, Conversion], ...]] = {}
+        self._prices: dict[int, float] = {}  # of memory, by terms
         self._effects: dict[tuple[int, int], Effect] = {}
 
     def at(self, kind: StepClass, masks: tuple[int, ...], choice: int) -> tuple[Move, ...]:
-        """The moves of one choice of a step whose slots have these masks, cheapest first."""
+        """The moves of one choice of a step whose slots have these masks, cheapest first; masks of what is used will do. Places are then what is used
+        and what is made: what else is available stays so."""
         key = id(kind), masks, choice
         if key not in self._moves:
             self._moves[key] = undominated(self._of_choice(kind, masks, kind.choices[choice], self.effect(kind, choice)), self.memory)
         return self._moves[key]
+
+    def used(self, kind: StepClass, masks: tuple[int, ...], choice: int) -> tuple[int, ...]:
+        """Of masks, what the moves of a choice use: they are those of all masks of which that is used."""
+        used = [0] * len(masks)
+        needs = kind.choices[choice].needs
+        slots = [slot for slot, _ in needs]
+        for slot, target in needs:
+            mask, once = masks[slot], slots.count(slot) == 1
+            used[slot] = self._used(kind.slots[slot].table, mask, target, kind.slots[slot].live) if once and mask else mask
+        return tuple(used)
+
+    def _used(self, table: TensorTable, mask: int, target: int, tracked: bool) -> int:
+        """What ways to have a tensor in `target` use of a mask: it itself, or the placements from which it is converted."""
+        if mask >> target & 1:
+            return table.closure(target)
+        key = id(table), mask, target, tracked
+        if key not in self._sources:
+            sources = [o.conversion.source for o in self.options(table, mask, target, tracked) if o.conversion is not None]
+            self._sources[key] = reduce(or_, map(table.closure, sources), 0)
+        return self._sources[key]
 
     def again(self, kind: StepClass, move: Move) -> Move:
         """A move that was found at other shares or prices, with its effect at these."""
@@ -176,54 +193,24 @@ class Moves:
                 yield Option(effect, place, None, conversion)
 
     def _paths(self, table: TensorTable, source: int, target: int) -> tuple[tuple[Effect, Conversion], ...]:
-        """The paths between two placements that no other path covers. Paths that communicate and free alike keep the same bytes, so only
-        the cheapest of those are priced in full."""
+        """The paths between two placements that may be the best ones, at the prices of memory."""
         key = id(table), source, target
         if key not in self._between:
-            found: list[tuple[Effect, Conversion]] = []
-            for holds, paths in table.paths(source, target):
-                candidates = [(reduce(compose, [self.edge(table, e) for e in path]), path, conversion) for path, conversion in paths]
-                for effect, path, conversion in _cheapest(candidates):
-                    found.append((self._whole(table, source, target, path, effect, holds), conversion))
-            self._between[key] = tuple(found)
+            asked = self.conversions.between if self.capacity is None else self.conversions.keeping
+            known = asked(table, source, target)
+            self._between[key] = tuple([(self._path(table, source, target, path), path.conversion) for path in known])
         return self._between[key]
 
-    def _whole(self, table: TensorTable, source: int, target: int, edges: Path, effect: Effect, holds: bool) -> Effect:
-        """Of a path with what it keeps in memory; effect: of its edges, which of more than one is not quite that of all, as all copies come last."""
-        if len(edges) > 1 and self.capacity is None:
-            ran = [self._run(table, edge) for edge in edges]
-            events = [event for own, _, _ in ran for event in own]
-            effect = of_events(events, reduce(plus, [ahead for _, ahead, _ in ran]), reduce(plus, [back for _, _, back in ran]), self.values.zero)
-        held = table.held(table.placements[target]) if holds else -1
-        return self._counted(effect._replace(memory=self.values[held]))
-
-    def edge(self, table: TensorTable, edge: Edge) -> Effect:
-        """The effect of one communication, without what it keeps in memory."""
-        key = id(edge)
-        if key not in self._edges:
-            self._edges[key] = of_events(*self._run(table, edge), self.values.zero) if self.capacity is None else self.nothing
-        return self._edges[key]
-
-    def _run(self, table: TensorTable, edge: Edge) -> Ran:
-        key = id(edge)
-        if key not in self._ran:
-            self._ran[key] = self._communication(table, edge)
-        return self._ran[key]
-
-    def _communication(self, table: TensorTable, edge: Edge) -> Ran:
-        number = self.grid.number.get((id(table), edge.source, edge.target))
-        moved = self.edges.moved(number, edge.step.form, edge.step.free) if number is not None else None
-        if moved is None:
-            terms = table.terms_of(edge)
-            return self.values.events(terms, self.exposed), self.values[terms.forward], self.values[terms.backward]
-        seconds, forward, backward, sums, cuts, copied = moved
-        events: list[Event] = [("forward", seconds, cuts)] * forward
-        events += [("synchronise" if sums else "backward", seconds, cuts)] * backward
-        return events, *copied
+    def _path(self, table: TensorTable, source: int, target: int, path: Converted) -> Effect:
+        return self._counted(path.effect, path.held)
 
     def price(self, term: int) -> float:
         """What the memory of a term costs."""
-        return float(sum(map(mul, self.prices, self.values[term]))) if self.prices is not None else 0.0
+        if self.prices is None:
+            return 0.0
+        if term not in self._prices:
+            self._prices[term] = float(sum(map(mul, self.prices, self.values[term])))
+        return self._prices[term]
 
     def _stored(self, table: TensorTable, target: int, once: bool) -> Iterator[Option]:
         """once: the parameter has no other use; the others are kept in any placement, since a later use may want it."""
@@ -240,11 +227,12 @@ class Moves:
         return self._effect(kept.step)
 
     def _effect(self, step: StepTerms, exposed: float = 1.0) -> Effect:
-        return self._counted(self.values.effect(step, exposed))
+        return self._counted(self.values.effect(step, exposed), step.memory)
 
-    def _counted(self, effect: Effect) -> Effect:
+    def _counted(self, effect: Effect, memory: int) -> Effect:
+        """memory: number of the term of its bytes."""
         if self.prices is not None:
-            return effect._replace(const=effect.const + sum(map(mul, self.prices, effect.memory)))
+            return effect._replace(const=effect.const + self.price(memory)) if memory >= 0 else effect
         if self.capacity is None:
             return effect
         return self.nothing._replace(forward=tuple(map(truediv, effect.memory, self.capacity)), memory=effect.memory)
@@ -270,15 +258,3 @@ def undominated(items: Iterable[Item], memory: bool) -> tuple[Item, ...]:
                 having[bit] = having.get(bit, 0) | 1 << len(kept)
             kept.append(item)
     return tuple(kept)
-
-
-def _cheapest(candidates: list[tuple[Effect, Path, Conversion]]) -> Iterator[tuple[Effect, Path, Conversion]]:
-    """The paths whose time no other one covers."""
-    if len(candidates) == 1:
-        yield candidates[0]
-        return
-    kept: list[Effect] = []
-    for candidate in sorted(candidates, key=lambda c: c[0].weight):
-        if not any(cheaper(other, candidate[0], False) for other in kept):
-            kept.append(candidate[0])
-            yield candidate

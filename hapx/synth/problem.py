@@ -123,6 +123,7 @@ class Problem:
     firsts: dict[Any, Instruction] = field(default_factory=dict)  # of those, one of each kind
     repetition: Any = None  # see `hapx.synth.periods`; made when first searched
     grid: Any = None  # see `hapx.synth.grid`; made when first searched
+    conversions: Any = None  # see `hapx.synth.conversions`; at the shares that were searched last
     outline: Any = None  # see `hapx.synth.outline`; made when first searched
     sheet: Any = None  # see `hapx.synth.sheet`; made when first searched
     asked: Any = None  # see `hapx.synth.search.least`

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise, permutations, product
 
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
-from hapx.cost.table import TermTable
+from hapx.cost.table import Matrix, TermTable
 from hapx.cost.terms import Shares, Term
 from hapx.ir import Kind, TensorRef
 from hapx.plan import Communication, Form, Mesh
@@ -49,8 +49,15 @@ class Values:
     def __init__(self, table: TermTable, shares: Shares):
         self.table, self.shares = table, shares
         self.zero: Vector = (0.0,) * table.kinds
-        self.matrix = table.values(shares)
-        self._values: list[Vector] = list(map(tuple, self.matrix.tolist()))
+        self._matrix = table.values(shares)
+        self._values: list[Vector] = list(map(tuple, self._matrix.tolist()))
+
+    @property
+    def matrix(self) -> Matrix:
+        """All terms that the table knows by now x kinds."""
+        if len(self._matrix) < len(self.table.terms):
+            self._matrix = self.table.values(self.shares)
+        return self._matrix
 
     def __getitem__(self, number: int) -> Vector:
         if number < 0:
