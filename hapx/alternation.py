@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hapx.balancer.lp import Objective, balance, objective
-from hapx.balancer.rounding import Lengths, fit, improve, per_device, round_ratios
+from hapx.balancer.rounding import Lengths, fit, fullest, improve, level, per_device, round_ratios
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
@@ -55,6 +55,7 @@ FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further 
 FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
 MANY_STEPS = 300  # of one that is searched from one start only where it is known that memory binds
 ROUGH = 3e-3  # relative distance from the optimum at which searches from further starts end, on one axis: that of the best one is made to the end
+UNLEVEL = 1.1  # how much fuller rounding may make the fullest device before lengths that are level are tried
 MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not believed to be that far from the true one
 MUCH = 20_000  # partial programs, after which a problem is not also searched as strategies by name:
 BY_NAME = ("tensor-parallel", "zero")
@@ -289,6 +290,11 @@ class Alternation:
                 as_now = {c: own for c, own in now.lengths.items() if c.row in alike}
                 with suppress(InsufficientMemoryError):  # something else fits
                     self._alternate(start, least, as_now, above=HOPELESS * least)
+        for ratios in self._starts(), [self._by_kind(self._best().shares)]:
+            lengths, least = self._levelled(ratios[0]), min(known, self._best().cost)
+            if lengths is not None:
+                with suppress(InsufficientMemoryError):
+                    self._alternate(ratios[0], least, lengths, above=HOPELESS * least)
         self.problem.brief, self.problem.rough = False, 0.0
         # what a search did not solve to the end at the first shares, it hardly does at others
         if self.prices is None and before.gap <= STALLED:
@@ -443,6 +449,15 @@ class Alternation:
         explicit = self.setting.rule.ratios
         per = {row: explicit if isinstance(explicit, tuple) else per_device(shares.tolist(), self.kinds) for row, shares in ratios.items()}
         return {**round_ratios(per, self.cuts), **{c: own for c, own in self.fixed.items() if c in self.problem.cuts}}
+
+    def _levelled(self, ratios: Mapping[Row, Vector]) -> Lengths | None:
+        """Lengths whose fullest devices are as little full as can be, where largest remainders make those of a cut of few units much fuller: there a
+        program that uses such a cut looks slower than it is once its lengths are improved."""
+        per = {row: per_device(shares.tolist(), self.kinds) for row, shares in ratios.items()}
+        rounded = self._lengths(ratios)
+        levelled = {c: level(c.units, per[c.row]) if c not in self.fixed else own for c, own in rounded.items()}
+        much = any(fullest(rounded[c], per[c.row]) > UNLEVEL * fullest(levelled[c], per[c.row]) for c in rounded if c not in self.fixed)
+        return levelled if much else None
 
     # -- how it goes on ----------------------------------------------------------------------------------------------------------------------------
 

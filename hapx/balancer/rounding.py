@@ -43,6 +43,23 @@ def deal(units: int, shares: Sequence[float]) -> tuple[int, ...]:
     return tuple(lengths)
 
 
+def level(units: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """`units` dealt out such that the fullest device, measured by its share, is as little full as can be: by floors, then one by one to whom one more
+    fills least. With few units that is not in proportion: of 16 units for shares of 4, 4, 1, 1 and 1 it is 7, 6, 1, 1, 1 instead of 6, 6, 2, 1, 1."""
+    total = float(sum(shares))
+    exact = [units * s / total for s in shares]
+    lengths = [int(np.floor(x + 1e-9)) for x in exact]
+    takers = [i for i, x in enumerate(exact) if x > 0]
+    for _ in range(units - sum(lengths)):
+        lengths[min(takers, key=lambda i: ((lengths[i] + 1) / exact[i], i))] += 1
+    return tuple(lengths)
+
+
+def fullest(lengths: Sequence[int], shares: Sequence[float]) -> float:
+    """The largest length, measured by its share; inf where what has no share has a length."""
+    return max(n / s if s > 0 else np.inf for n, s in zip(lengths, shares, strict=True) if n)
+
+
 def round_ratios(ratios: Mapping[Row, Sequence[float]], cuts: Iterable[Cut]) -> Lengths:
     """Lengths of every cut by largest remainder; `ratios` are per coordinate."""
     return {cut: deal(cut.units, ratios[cut.row]) for cut in cuts}

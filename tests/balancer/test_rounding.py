@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hapx.balancer.rounding import deal, fit, improve, per_device, round_ratios
+from hapx.balancer.rounding import deal, fit, fullest, improve, level, per_device, round_ratios
 from hapx.states import Cut, Row
 
 ROW = Row("compute", 0, 0)
@@ -18,6 +20,21 @@ def test_deal_sums_and_stays_near(units, share):
     exact = [units * s / sum(share) for s in share]
     assert sum(lengths) == units and all(x >= 0 for x in lengths)
     assert all(abs(x - e) < 1 + 1e-6 for x, e in zip(lengths, exact, strict=True))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.lists(st.one_of(st.just(0.0), st.floats(0.01, 1)), min_size=2, max_size=4).filter(any))
+def test_level_is_as_little_full_as_can_be(units, share):
+    ways = [way for way in product(range(units + 1), repeat=len(share)) if sum(way) == units]
+    found = level(units, share)
+    assert found in ways
+    assert fullest(found, share) <= min(fullest(way, share) for way in ways) * (1 + 1e-9) <= fullest(deal(units, share), share) * (1 + 1e-9)
+
+
+def test_largest_remainders_make_the_slowest_the_fullest():
+    assert deal(16, (4, 4, 1, 1, 1)) == (6, 6, 2, 1, 1)
+    assert level(16, (4, 4, 1, 1, 1)) == (7, 6, 1, 1, 1)
+    assert fullest((6, 6, 2, 1, 1), (4, 4, 1, 1, 1)) == 2 > 1.75 == fullest((7, 6, 1, 1, 1), (4, 4, 1, 1, 1))
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any))

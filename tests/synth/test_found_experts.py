@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hapx.cluster.spec import ClusterSpec
 from hapx.ir import OpCall
@@ -133,3 +133,31 @@ def test_on_two_axes_what_is_found_is_near_the_bound() -> None:
     plan = plan_module(module, PAPER, inputs, strategy=Restriction(mesh="8x8", ratios="even"))
     print(plan.statistics["gap"])
     assert plan.statistics["gap"] < 0.02
+
+
+class DenseMixture(nn.Module):
+    """All experts see all tokens; the gate weighs the best two. 4 experts, 6 tokens, widths 8 and 16: cuts of few units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(8, 4, dtype=torch.float64), nn.Linear(8, 4, dtype=torch.float64)
+        random = torch.Generator().manual_seed(0)
+        self.up = nn.Parameter(0.2 * torch.randn(4, 8, 16, dtype=torch.float64, generator=random))
+        self.down = nn.Parameter(0.2 * torch.randn(4, 16, 8, dtype=torch.float64, generator=random))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(-1)
+        best, which = scores.topk(2, -1)
+        weights = torch.zeros_like(scores).scatter(-1, which, best / best.sum(-1, keepdim=True))
+        made = torch.einsum("benf,efd->bend", nn.functional.silu(torch.einsum("bnd,edf->benf", x, self.up)), self.down)
+        mixed = (made * weights.permute(0, 2, 1)[..., None]).sum(1)
+        return nn.functional.cross_entropy(self.head(mixed.mean(1)), targets)
+
+
+def test_cuts_of_few_units_are_tried_with_level_lengths() -> None:
+    """Largest remainders give a slow device 2 of 16 units for a share of 1.45, beside which the programs that cut there look slow: with what is found
+    elsewhere a strategy by name, which looks at nothing else, was 6.7 % faster."""
+    devices = slow_devices(["fast", "fast"], ["slow", "slow", "slow"], inter="50 Mbit/s", speed=1e7)
+    inputs = torch.zeros(12, 6, 8, dtype=torch.float64), torch.zeros(12, dtype=torch.int64)
+    times = {s: plan_module(DenseMixture(), devices, inputs, strategy=s).iteration_time for s in ("auto", "tensor-parallel")}
+    assert times["auto"] < 0.97 * times["tensor-parallel"]
