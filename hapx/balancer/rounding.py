@@ -57,7 +57,7 @@ def level(units: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 def fullest(lengths: Sequence[int], shares: Sequence[float]) -> float:
     """The largest length, measured by its share; inf where what has no share has a length."""
-    return max(n / s if s > 0 else np.inf for n, s in zip(lengths, shares, strict=True) if n)
+    return max((n / s if s > 0 else np.inf for n, s in zip(lengths, shares, strict=True) if n), default=0.0)
 
 
 def round_ratios(ratios: Mapping[Row, Sequence[float]], cuts: Iterable[Cut]) -> Lengths:
