@@ -290,11 +290,11 @@ class Alternation:
                 as_now = {c: own for c, own in now.lengths.items() if c.row in alike}
                 with suppress(InsufficientMemoryError):  # something else fits
                     self._alternate(start, least, as_now, above=HOPELESS * least)
-        for ratios in self._starts(), [self._by_kind(self._best().shares)]:
-            lengths, least = self._levelled(ratios[0]), min(known, self._best().cost)
+        for ratios in (self._starts()[0], self._by_kind(self._best().shares)):
+            lengths, least = self._levelled(ratios), min(known, self._best().cost)
             if lengths is not None:
-                with suppress(InsufficientMemoryError):
-                    self._alternate(ratios[0], least, lengths, above=HOPELESS * least)
+                with suppress(InsufficientMemoryError):  # something else fits
+                    self._alternate(ratios, least, lengths, above=HOPELESS * least)
         self.problem.brief, self.problem.rough = False, 0.0
         # what a search did not solve to the end at the first shares, it hardly does at others
         if self.prices is None and before.gap <= STALLED:
@@ -455,9 +455,9 @@ class Alternation:
         program that uses such a cut looks slower than it is once its lengths are improved."""
         per = {row: per_device(shares.tolist(), self.kinds) for row, shares in ratios.items()}
         rounded = self._lengths(ratios)
-        levelled = {c: level(c.units, per[c.row]) if c not in self.fixed else own for c, own in rounded.items()}
-        much = any(fullest(rounded[c], per[c.row]) > UNLEVEL * fullest(levelled[c], per[c.row]) for c in rounded if c not in self.fixed)
-        return levelled if much else None
+        levelled = {c: level(c.units, per[c.row]) for c in self.cuts if c not in self.fixed}
+        much = any(fullest(rounded[c], per[c.row]) > UNLEVEL * fullest(own, per[c.row]) for c, own in levelled.items())
+        return rounded | levelled if much else None
 
     # -- how it goes on ----------------------------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from hapx.restriction import AUTO, Restriction
 from hapx.simulate import simulate_program
 from hapx.theory.discover import discover
 
-GRAPH = discover(bert_moe(1024, 16, 2))
-CLUSTER = machines((8, "V100-SXM2-16GB", 1))
+GRAPH = discover(bert_moe(256, 16, 4))
+CLUSTER = machines((8, "P100-SXM2-16GB", 1))
 
 
 def planned(rule: Restriction = AUTO) -> tuple[list[Candidate], Counters]:
@@ -23,14 +23,14 @@ def planned(rule: Restriction = AUTO) -> tuple[list[Candidate], Counters]:
     return plan_spmd(Setting(GRAPH, key_of(GRAPH), CLUSTER, rule, "fp32", "adamw"), counters, views(CLUSTER, AUTO)[:1]), counters
 
 
-def test_a_program_that_hides_its_sums_is_found_though_the_additive_cost_prefers_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_people_write_by_hand_is_found_though_the_additive_cost_prefers_another(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = Bench(GRAPH, CLUSTER).best(systems(GRAPH)[EXPERT])
     assert by_hand is not None
     found, _ = planned()
     assert found[0].time <= by_hand.time * (1 + 1e-6)
     assert min(c.cost for c in found) < found[0].cost, "the additive cost prefers another program"
     monkeypatch.setattr("hapx.planner.overlapped", lambda *_: [])
-    assert planned()[0][0].time > 1.05 * found[0].time
+    assert planned()[0][0].time > 1.01 * by_hand.time
 
 
 def test_what_is_exposed_is_what_the_simulator_adds() -> None:

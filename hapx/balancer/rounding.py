@@ -33,10 +33,7 @@ def per_device(shares: Sequence[float], kinds: Sequence[Sequence[int]]) -> tuple
 
 def deal(units: int, shares: Sequence[float]) -> tuple[int, ...]:
     """`units` dealt out in proportion to shares, by largest remainder (the first of equal ones)."""
-    total = float(sum(shares))
-    assert total > 0 and all(s >= 0 for s in shares), f"shares {shares} cannot deal out anything"
-    exact = [units * s / total for s in shares]
-    lengths = [int(np.floor(x + 1e-9)) for x in exact]
+    exact, lengths = _floors(units, shares)
     order = sorted(range(len(shares)), key=lambda i: (lengths[i] - exact[i], i))
     for i in order[: units - sum(lengths)]:
         lengths[i] += 1
@@ -46,13 +43,19 @@ def deal(units: int, shares: Sequence[float]) -> tuple[int, ...]:
 def level(units: int, shares: Sequence[float]) -> tuple[int, ...]:
     """`units` dealt out such that the fullest device, measured by its share, is as little full as can be: by floors, then one by one to whom one more
     fills least. With few units that is not in proportion: of 16 units for shares of 4, 4, 1, 1 and 1 it is 7, 6, 1, 1, 1 instead of 6, 6, 2, 1, 1."""
-    total = float(sum(shares))
-    exact = [units * s / total for s in shares]
-    lengths = [int(np.floor(x + 1e-9)) for x in exact]
+    exact, lengths = _floors(units, shares)
     takers = [i for i, x in enumerate(exact) if x > 0]
     for _ in range(units - sum(lengths)):
         lengths[min(takers, key=lambda i: ((lengths[i] + 1) / exact[i], i))] += 1
     return tuple(lengths)
+
+
+def _floors(units: int, shares: Sequence[float]) -> tuple[list[float], list[int]]:
+    """`units` in proportion to shares, exactly and rounded down."""
+    total = float(sum(shares))
+    assert total > 0 and all(s >= 0 for s in shares), f"shares {shares} cannot deal out anything"
+    exact = [units * s / total for s in shares]
+    return exact, [int(np.floor(x + 1e-9)) for x in exact]
 
 
 def fullest(lengths: Sequence[int], shares: Sequence[float]) -> float:

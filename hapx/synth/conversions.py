@@ -105,12 +105,12 @@ class Conversions:
 def conversions(problem: Problem, shares: Shares) -> Conversions:
     """Those of the last question, if it was asked at the same shares."""
     known: Conversions | None = problem.conversions
-    if known is None or known.exposed != problem.exposed or not same(known.shares, shares):
+    if known is None or known.exposed != problem.exposed or not _same(known.shares, shares):
         known = problem.conversions = Conversions(problem, shares)
     return known
 
 
-def same(a: Shares, b: Shares) -> bool:
+def _same(a: Shares, b: Shares) -> bool:
     """Whether shares are equal."""
     return a.keys() == b.keys() and all(np.array_equal(own, b[cut]) for cut, own in a.items())
 

@@ -38,7 +38,7 @@ from hapx.plan import ProgramKey
 from hapx.restriction import AUTO, Restriction
 from hapx.states import Placement
 from hapx.synth.astar import TOLERANCE, Statistics, Width, beam, search
-from hapx.synth.conversions import same
+from hapx.synth.conversions import conversions
 from hapx.synth.domain import State, Synthesis, moves_of
 from hapx.synth.effect import Vector, compose
 from hapx.synth.limited import fitting
@@ -92,13 +92,10 @@ def least(problem: Problem, shares: Shares) -> float:
 
 def _domain(problem: Problem, shares: Shares) -> Synthesis:
     """Without limits; that of the last question, if it was asked at the same shares."""
-    if problem.asked is not None:
-        exposed, known, domain = problem.asked
-        if exposed == problem.exposed and same(known, shares):
-            return domain  # type: ignore[no-any-return]
-    domain = Synthesis(problem, shares, None)
-    problem.asked = problem.exposed, shares, domain
-    return domain
+    asked: Synthesis | None = problem.asked
+    if asked is None or asked.moves.conversions is not conversions(problem, shares):
+        asked = problem.asked = Synthesis(problem, shares, None)
+    return asked
 
 
 def attempt(
