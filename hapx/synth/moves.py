@@ -112,13 +112,14 @@ class Moves:
         return tuple(used)
 
     def _used(self, table: TensorTable, mask: int, target: int, tracked: bool) -> int:
-        """What ways to have a tensor in `target` use of a mask: it itself, or the placements from which it is converted."""
+        """What ways to have a tensor in `target` use of a mask: it itself, or the placements from which it is converted. Where there is no way, all
+        of it: none would be a parameter that is not stored yet."""
         if mask >> target & 1:
             return table.closure(target)
         key = id(table), mask, target, tracked
         if key not in self._sources:
             sources = [o.conversion.source for o in self.options(table, mask, target, tracked) if o.conversion is not None]
-            self._sources[key] = reduce(or_, map(table.closure, sources), 0)
+            self._sources[key] = reduce(or_, map(table.closure, sources)) if sources else mask
         return self._sources[key]
 
     def again(self, kind: StepClass, move: Move) -> Move:

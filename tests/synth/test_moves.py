@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 from random import Random
 
@@ -14,12 +15,14 @@ from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
 from hapx.graph.capture import capture
 from hapx.planner import key_of, views
-from hapx.restriction import AUTO
+from hapx.restriction import AUTO, restriction
 from hapx.synth import moves
 from hapx.synth.effect import Effect, cheaper
 from hapx.synth.problem import build
 from hapx.synth.search import solve
 from hapx.theory.derive import derive
+from support.clusters import FOUR
+from support.theories import deep
 
 
 def random_option(random: Random, bits: int) -> moves.Option:
@@ -87,3 +90,25 @@ def test_a_step_of_many_parameters_has_few_moves() -> None:
     counts = [len(found.at(step.kind, masks, k)) for k in range(len(step.kind.choices))]
     assert ways > 10**6 > 500 > max(counts) > 0
     assert solve(problem, dict.fromkeys(problem.cuts, model.speeds), None, key_of(graph)).cost > 0
+
+
+@pytest.mark.parametrize("strategy", ["auto", "tensor-parallel", "zero", "dp-even"])
+def test_what_is_used_of_what_is_available_has_the_same_moves(strategy: str) -> None:
+    """Strategies by name cannot reach every placement of a parameter that is stored already: it is not stored once more then."""
+    graph, rule, (mesh, *_) = deep(3, "one weight"), restriction(strategy), views(FOUR, AUTO)
+    theory = derive(graph, mesh)
+    model = CostModel(theory, FOUR, "fp32", "adamw", "train")
+    problem = build(theory, model, rule)
+    found = moves.Moves(problem, dict.fromkeys(problem.cuts, model.speeds), memory=False)
+    none, several = 0, 0
+    for kind in problem.classes:
+        available = [[s.fixed] if s.fixed is not None else [s.table.closure(p) for p in range(len(s.table.placements))] for s in kind.slots]
+        for masks in product(*available):
+            for choice in range(len(kind.choices)):
+                moved = [(m.effect, m.uses) for m in found.at(kind, masks, choice)]
+                assert [(m.effect, m.uses) for m in found.at(kind, found.used(kind, masks, choice), choice)] == moved
+                assert all(use.kept is None for _, uses in moved for use in uses if masks[use.slot])
+                none, several = none + (not moved), several + bool(moved)
+    print(f"{strategy}: {several} with moves, {none} without")
+    assert several > 10
+    assert (none > 0) is (strategy in ("tensor-parallel", "dp-even"))
