@@ -33,7 +33,7 @@ from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.fitting import Fitting
 from hapx.ir import Graph
 from hapx.lower import Candidate
-from hapx.plan import Plan, ProgramKey
+from hapx.plan import Mesh, Plan, ProgramKey
 from hapx.progress import Teller, Watcher
 from hapx.restriction import AUTO, BASELINES, Restriction
 from hapx.squeezing import VERY_FEW_STEPS, Squeezing, Tight
@@ -127,6 +127,11 @@ class Setting:
     within: float = 0.0
 
 
+def needless(mesh: Mesh, cluster: ClusterSpec) -> bool:
+    """Whether a mesh has several axes where there is one machine."""
+    return len(mesh.axes) > 1 and len(cluster.machines) == 1
+
+
 class Alternation:
     """Q <- A*(B), B <- LP(Q) on one mesh."""
 
@@ -143,6 +148,7 @@ class Alternation:
         self.problem: Problem = build(theory, self.costs, setting.rule, setting.given, setting.forbidden)
         counters.problem_time += time.perf_counter() - began
         self.problem.watch, self.problem.within = told.watch(), setting.within
+        self.hurried = False  # whether searches are to be short, as another view is known and this one is needless
         self.hopeless = 0.0  # how many times as much as the best of the views before its first program costs, where that ended it
         self.fitting = Fitting(theory, self.costs, setting.key, setting.strict)
         self.rejected: tuple[Solution, Lengths] | None = None  # the last program whose peak did not fit at balanced ratios
@@ -194,6 +200,7 @@ class Alternation:
         """From all starts."""
         failure: InsufficientMemoryError | None = None
         away = 0.0
+        self.problem.brief = self.hurried = known < inf and needless(self.theory.mesh, self.setting.cluster)
         if self.old is not None:
             with suppress(InsufficientMemoryError):
                 self._alternate(self._by_kind(self.old.shares), known, self.old.lengths)
@@ -215,10 +222,14 @@ class Alternation:
                 return
             self._squeeze(known)
         segments = self.setting.graph.segments > 1 and not self.setting.given
-        if self.free and (self.setting.start is None or segments) and self.small:
+        several = self.free and (self.setting.start is None or segments) and self.small
+        if several:
             self._further(known)
-            if self.prices is not None and not (segments or self.setting.given or self.setting.within):
-                self._by_name(known)
+        self.problem.brief = False
+        if self.hurried and self._best().cost < known:
+            self._once_more(known)
+        if several and self.prices is not None and not (segments or self.setting.given or self.setting.within):
+            self._by_name(known)
 
     def _squeeze(self, known: float) -> None:
         """Where nothing was found that fits: the program and the lengths of the least peak, if they fit, and what is found from there. Raises
@@ -237,11 +248,12 @@ class Alternation:
 
     def _starts_tight(self) -> Iterator[dict[Row, Vector]]:
         """Where that is looked for."""
-        yield from self._starts()
-        if self.free and self.setting.start is None:
-            if len(self.problem.steps) > VERY_FEW_STEPS:
-                yield self._by_memory()
-                return
+        free = self.free and self.setting.start is None
+        if not free or self.small:  # in larger problems a search takes long
+            yield from self._starts()
+        if free and len(self.problem.steps) > VERY_FEW_STEPS:
+            yield self._by_memory()
+        elif free:
             speeds, capacity = np.asarray(self.costs.speeds), self.fitting.capacity
             several = where_memory_binds(speeds, self.sizes, capacity, lambda: speeds), where_little_is_left(self.sizes, capacity)
             for compute, storage in chain.from_iterable(several):
@@ -295,7 +307,7 @@ class Alternation:
             if lengths is not None:
                 with suppress(InsufficientMemoryError):  # something else fits
                     self._alternate(ratios, least, lengths, above=HOPELESS * least)
-        self.problem.brief, self.problem.rough = False, 0.0
+        self.problem.brief, self.problem.rough = self.hurried, 0.0
         # what a search did not solve to the end at the first shares, it hardly does at others
         if self.prices is None and before.gap <= STALLED:
             self._prove(before, known)
@@ -330,11 +342,16 @@ class Alternation:
         if found.gap <= before.gap:
             return
         if found.cost < (1 - SLIGHT) * before.cost:
-            self.searched.discard(self._at(found.lengths))
-            with suppress(InsufficientMemoryError):  # what was found fits
-                self._alternate(self._by_kind(found.shares), known, found.lengths)
+            self._once_more(known)
         else:
             self.found = {key: c for key, c in self.found.items() if c.gap <= before.gap or c.cost >= before.cost}
+
+    def _once_more(self, known: float) -> None:
+        """From the best candidate, although its lengths were searched before."""
+        found = self._best()
+        self.searched.discard(self._at(found.lengths))
+        with suppress(InsufficientMemoryError):  # what was found fits
+            self._alternate(self._by_kind(found.shares), known, found.lengths)
 
     def _starts_further(self) -> Iterator[dict[Row, Vector]]:
         """With segments, whose compute rows are those of a program that perhaps keeps nothing in shards, only the storage rows differ."""

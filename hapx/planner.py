@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hapx.advice import advised
-from hapx.alternation import Alternation, Counters, Setting
+from hapx.alternation import MAY_FIT, Alternation, Counters, Setting, needless
 from hapx.balancer.borders import WORTH, Freed, free_borders
 from hapx.balancer.rounding import per_device
 from hapx.balancer.untied import Untied
@@ -39,6 +39,7 @@ from hapx.progress import Teller, Watcher
 from hapx.recompute import as_chosen, fastest
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import iteration_time
+from hapx.squeezing import MANY_STEPS
 from hapx.synth.forbidden import NOTHING
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
@@ -110,6 +111,8 @@ def plan_spmd(
     derived: dict[tuple[int, int | None], Theory] = {}
     allowed = views(setting.cluster, setting.rule) if meshes is None else meshes
     for number, mesh in enumerate(allowed, 1):
+        if setting.tight and not found and _far_too_large(setting, failures):
+            break
         began = time.perf_counter()
         known = min((c.cost for c in found), default=float("inf"))
         told = Teller(setting.progress, counters.search, mesh.name, number, len(allowed), known)
@@ -122,7 +125,7 @@ def plan_spmd(
         outcome: dict[str, Any] = {"view": mesh.name}
         try:
             alternation = alternations[mesh.name] = Alternation(setting, theory, counters, told, min(found, key=lambda c: c.cost, default=None))
-            own = alternation.candidates(known)
+            own = alternation.candidates(known / (1 + SIMPLER * needless(mesh, setting.cluster)))
             found += own
             old += [alternation.old] if alternation.old is not None else []
             outcome |= {"programs": len(own), "cost": min((c.cost for c in own), default=None), "hopeless": alternation.hopeless}
@@ -154,6 +157,11 @@ def plan_spmd(
     return ranked
 
 
+def _far_too_large(setting: Setting, failures: Sequence[HapError]) -> bool:
+    """Whether a model that is not small needs so much more memory than there is on one view that others, whose searches take long, are left out."""
+    return len(setting.graph.nodes) > MANY_STEPS and any(isinstance(f, InsufficientMemoryError) and f.times > MAY_FIT for f in failures)
+
+
 class Simulated:
     """Candidates with their simulated times; equal programs at equal lengths are simulated once."""
 
@@ -181,7 +189,7 @@ def _ranked(found: Sequence[Candidate], old: Sequence[Candidate], timed: Simulat
     of_program = {id(c.program): c for c in reversed(found)}
     programs = sorted(of_program.values(), key=lambda c: c.cost)
     chosen = sorted({id(c): c for c in [*of_view.values(), *found[:SIMULATED], *programs[:SIMULATED], *old]}.values(), key=lambda c: c.cost)
-    return sorted(map(timed, chosen), key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
+    return sorted(map(timed, chosen), key=_by_simplicity)
 
 
 def _overlapped(
@@ -201,9 +209,9 @@ def _overlapped(
     return [replace(c, gap=max(0.0, 1 - bound / c.cost)) for c in found]
 
 
-def _needless(candidate: Candidate) -> bool:
-    """Whether a mesh has several axes where there is one machine."""
-    return len(candidate.mesh.axes) > 1 and len(candidate.costs.cluster.machines) == 1
+def _by_simplicity(candidate: Candidate) -> float:
+    """Its time, of a needless mesh as if that were longer."""
+    return candidate.time * (1 + SIMPLER * needless(candidate.mesh, candidate.costs.cluster))
 
 
 def _with_segments(setting: Setting, ranked: list[Candidate], alternation: Alternation, timed: Simulated, counters: Counters) -> list[Candidate]:
@@ -216,7 +224,7 @@ def _with_segments(setting: Setting, ranked: list[Candidate], alternation: Alter
     freed = _free_borders(ranked, rule, alternation)
     counters.segments_time += time.perf_counter() - began
     found = [c for own in freed for c in _in_segments(setting, best, own, counters)]
-    return sorted([*ranked, *(_ranked(found, [], timed) if found else ())], key=lambda c: c.time * (1 + SIMPLER * _needless(c)))
+    return sorted([*ranked, *(_ranked(found, [], timed) if found else ())], key=_by_simplicity)
 
 
 def _in_segments(setting: Setting, best: Candidate, freed: Freed, counters: Counters) -> list[Candidate]:

@@ -83,7 +83,7 @@ def beside(job: Callable[[], T], patient: bool = False) -> Iterator[Later[T]]:
 
 @contextmanager
 def beside_telling(job: Callable[[Callable[[N], None]], T], patient: bool = False) -> Iterator[Telling[T, N]]:
-    """As `beside`, with a job that may say something (once) long before it has its result: it gets the function that takes it."""
+    """As `beside`, with a job that may say something long before it has its result, and more later: it gets the function that takes it."""
     here = os.getpid()
     heard, said = os.pipe()
 
@@ -117,27 +117,33 @@ class Telling(Generic[T, N]):
         self._later = later or Later(lambda: job(lambda _: None), None)
         self.elsewhere = self._later.elsewhere
         self._done: list[T] = []
+        self._heard = 0
 
     def ready(self) -> bool:
         """Whether the result is there."""
         return bool(self._done) or (self.elsewhere and self._later.ready())
 
     def note(self) -> N | None:
-        """What the job says, None if it says nothing; waits for it; to be asked for once. Without a copy the job is done up to there."""
+        """What the job says next, None if it says nothing more; waits for it. Without a copy the job is done up to there, every time."""
         if self.elsewhere and self._file is not None:
             with suppress(EOFError, pickle.UnpicklingError):
                 said: N = pickle.load(self._file)
                 return said
             return None
+        if self._done:
+            return None
         notes: list[N] = []
 
         def say(note: N) -> None:
             notes.append(note)
-            raise _Said
+            if len(notes) > self._heard:
+                raise _Said
 
         with suppress(_Said):
             self._done.append(self._job(say))
-        return notes[0] if notes else None
+            return None
+        self._heard += 1
+        return notes[-1]
 
     def result(self) -> T:
         """Waits for it; to be asked for once."""

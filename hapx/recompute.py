@@ -30,6 +30,7 @@ from hapx.plan import Mesh
 
 ROOM = 10**6  # times the memory that there is: more than a mistyped unit lacks
 WORTH = 5e-3  # relative gain below which nothing is searched for: prices of memory are no better (`hapx.synth.search`)
+NEARLY = 1.05  # times what there is: what needs more with as many blocks computed again as save most does not fit with others
 TRIES = 3  # numbers of blocks between none and all
 
 Chosen = tuple[Setting, Candidate]
@@ -40,8 +41,8 @@ Unlimited = Callable[[Setting, Sequence[Mesh]], Candidate]
 
 def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner, tell: Callable[[float], None] = lambda _: None) -> Chosen:
     """See the module. counters: get the time of all that is planned, and what is told of the one that is chosen. tell: is told, where memory binds,
-    how many seconds the answer takes as if memory were no matter. Raises InsufficientMemoryError where nothing fits, PlanError where there is no
-    program."""
+    how many seconds the answer takes at least: as if memory were no matter, then with the blocks that it takes. Raises InsufficientMemoryError where
+    nothing fits, PlanError where there is no program."""
     free = roomy(setting, counters, meshes, plan)
     if free.fits:
         return as_chosen(setting, free)
@@ -67,27 +68,31 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: 
             return False
         told.append(Counters())
         try:
-            found.append((own, plan(replace(own, tight=True), told[-1], on)[0], told[-1]))
+            found.append((own, plan(replace(own, tight=True, strict=True), told[-1], on)[0], told[-1]))
         except InsufficientMemoryError as error:
             failures.append(error)
             return False
         return True
 
     without = _times(counters)
-    full: list[tuple[float, Setting, Times]] = []
+    full: list[tuple[float, float, Setting, Times]] = []
     for most, graph in _thrifty(setting.graph):
         own = replace(setting, graph=graph)
         best = unlimited(own, meshes)
         if best.fits:
             _with_fewer(setting, most, free, best, unlimited)
             break
-        full.append((_fullest(best), own, _times(told[-1])))
+        full.append((_fullest(best), best.time, own, _times(told[-1])))
         if len(full) == 1:
             limited(setting, without)
         if best.time > least():  # and with more blocks
             break
     else:
-        any(limited(own, times) for _, own, times in sorted(full, key=itemgetter(0)))
+        tell(min(least(), *(seconds for _, seconds, _, _ in full)))
+        for _, _, own, times in sorted(full, key=itemgetter(0)):
+            before = len(failures)
+            if limited(own, times) or any(f.times > NEARLY for f in failures[before:]):
+                break
     if not full:
         limited(setting, without)
     if not found:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from hapx.alternation import Counters, Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.errors import HapError, InsufficientMemoryError
+from hapx.graph.capture import capture
 from hapx.graph.segments import graph_hash
 from hapx.ir import Graph
-from hapx.planner import extend, key_of, plan_graphs, views
+from hapx.planner import SIMPLER, extend, key_of, plan_graphs, plan_spmd, views
 from hapx.restriction import AUTO, BASELINES, Restriction
+from hapx.squeezing import MANY_STEPS
 from hapx.states import Sharded
+from hapx.synth.problem import Problem
+from hapx.synth.search import attempt
+from hapx.theory.discover import discover
 from hapx.verify import verify
+from support.clusters import slow_devices
+from support.models import GPT, MLP
 from support.theories import mlp as unhashed
 
 
@@ -92,3 +102,43 @@ def test_extend_keeps_the_storage_and_its_lengths():
     first, second = longer.stages[0].lengths.values()
     stored = {s.cut for x in plan.storage for s in x.copies[0].placement.states if isinstance(s, Sharded)}
     assert stored and all(first[c] == second[c] for c in stored)
+
+
+@pytest.mark.parametrize(("widths", "pays"), [((6, 16, 4), True), ((30, 20, 5), False)])
+def test_several_axes_inside_of_one_machine_are_searched_to_the_end_only_where_they_pay(
+    monkeypatch: pytest.MonkeyPatch, widths: tuple[int, ...], pays: bool
+) -> None:
+    """They are to be faster by so much that this is known from short searches."""
+    searches: list[tuple[str, bool]] = []
+
+    def searched(problem: Problem, *rest: Any) -> Any:
+        searches.append((problem.theory.mesh.name, problem.brief))
+        return attempt(problem, *rest)
+
+    monkeypatch.setattr("hapx.alternation.attempt", searched)
+    model = MLP(widths)
+    graph = capture(model, model.example(6))
+    plan = plan_graphs([graph], slow_devices(["fast", "fast", "slow", "slow"], speed=1e5))
+    costs = {view["view"]: view["cost"] for view in plan.statistics["tried"]}
+    short = [brief for name, brief in searches if name == "2x2"]
+    assert short[0]
+    assert (costs["2x2"] * (1 + SIMPLER) < costs["flat"]) is pays
+    assert (plan.stages[0].mesh.name == "2x2") is pays
+    assert (False in short) is pays
+    assert not any(brief for name, brief in searches if name == "flat")
+
+
+def test_of_a_model_that_needs_far_too_much_memory_one_view_is_looked_at() -> None:
+    model = GPT(13, 16, 2, 5, 8)
+    graph = discover(capture(model, model.example(4)))
+    assert len(graph.nodes) > MANY_STEPS
+    cluster = slow_devices(["fast", "fast"], ["slow", "slow"])
+    most = max(plan_graphs([graph], cluster).memory)
+    looked: dict[float, tuple[str, ...]] = {}
+    for part in (0.01, 1.2):
+        own = replace(cluster, device_types={name: replace(kind, memory=part * most / 0.9) for name, kind in cluster.device_types.items()})
+        counters = Counters()
+        with suppress(InsufficientMemoryError):
+            plan_spmd(Setting(graph, key_of(graph), own, AUTO, "fp32", "adamw", tight=True), counters)
+        looked[part] = tuple(counters.views)
+    assert looked == {0.01: ("flat",), 1.2: ("flat", "2x2")}

@@ -228,7 +228,17 @@ def test_a_job_says_something_before_it_is_done(monkeypatch: pytest.MonkeyPatch,
         assert telling.result() == 7  # nobody has to listen
     with beside_telling(lambda _: 8) as telling:
         assert telling.note() is None and telling.result() == 8
-    assert not children() and len(FORKED) == (3 if cores > 1 else 0)
+
+    def says_more(say: Callable[[str], None]) -> int:
+        say("half")
+        say("nearly")
+        return 9
+
+    with beside_telling(says_more) as telling:
+        assert [telling.note() for _ in range(4)] == ["half", "nearly", None, None] and telling.result() == 9
+    with beside_telling(says_more) as telling:
+        assert telling.note() == "half" and telling.result() == 9  # nor to everything
+    assert not children() and len(FORKED) == (5 if cores > 1 else 0)
 
 
 def test_a_job_whose_copy_ends_early_says_nothing() -> None:

@@ -255,6 +255,28 @@ def test_memory_is_a_limit_only_where_that_may_be_faster(monkeypatch: pytest.Mon
     assert chosen_blocks(chosen.graph) > 0
 
 
+@pytest.mark.parametrize(("part", "several"), [(0.2, False), (0.97, True)])
+def test_where_all_blocks_do_not_suffice_other_numbers_are_tried_if_little_lacks(part: float, several: bool) -> None:
+    """It is told how long it takes without blocks, and then how long with them, as if memory were no matter."""
+    cluster, rule = devices(round(part * min(plan("blocks").memory) / 0.9)), replace(DP, remat="auto")
+    setting = Setting(discover(graph()), key_of(graph()), cluster, rule, "fp32", "adamw")
+    times, told, limited = dict[int, float](), list[float](), list[int]()
+
+    def plan_one(own: Setting, counters: Counters, on: Sequence[Mesh] | None) -> list[Candidate]:
+        if own.tight:
+            limited.append(chosen_blocks(own.graph))
+        found = plan_spmd(own, counters, on)
+        times[chosen_blocks(own.graph)] = found[0].time
+        return found
+
+    with pytest.raises(InsufficientMemoryError):
+        fastest(setting, Counters(), views(cluster, rule), plan_one, told.append)
+    assert told == [times[0], min(t for n, t in times.items() if n)]
+    assert told[0] < told[1]
+    assert limited[0] == 0
+    assert (len(limited) > 2) is several
+
+
 def test_the_error_says_what_there_really_is() -> None:
     """However far from enough it is (a mistyped unit); and what is lacking where as many blocks as there are are computed again."""
     with pytest.raises(InsufficientMemoryError, match=r"KiB there .* and 270 B is free") as auto:

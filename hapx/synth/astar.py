@@ -271,14 +271,15 @@ def _ranked(domain: Domain[N], nodes: list[N], width: Width) -> list[N]:
 
 def search(
     domain: Domain[N], statistics: Statistics, incumbent: N | None = None, budget: int | None = None, tolerance: float = TOLERANCE,
-    watch: Watch | None = None, pace: Sequence[int] = (),
+    watch: Watch | None = None, pace: Sequence[int] = (), enough: tuple[float, int] = (inf, 0),
 ) -> N | None:  # fmt: skip
     """A solution that is optimal within `tolerance` (relative), or `incumbent` where nothing is better; None if there is no solution at all.
 
     budget: nodes to keep at most (four times as many while there is no solution); when it is spent, the best solution so far is returned
     and `statistics.unproven` says so, `statistics.gap` how far from the best it may be. pace: numbers of nodes at which a search
     ends whose least estimate has risen so little since the last of them that at this pace it would not come half of the way to a proof with its
-    budget."""
+    budget. enough: an estimate, and a number of nodes: it also ends where it keeps so many of them, has a solution, and all solutions are above the
+    estimate."""
     best = incumbent
     limit = best.estimate * (1 - tolerance) if best is not None else inf
     least = limit  # below the estimates of everything that was not followed further
@@ -302,7 +303,8 @@ def search(
         if budget is not None and best is not None and asked < len(pace) and count >= pace[asked]:
             slow = (estimate - then) * budget < (limit - then) * (count - since) / 2
             asked, then, since = asked + 1, estimate, count
-        if budget is not None and (slow or count > (budget if best is not None else 4 * budget)):
+        far = best is not None and estimate > enough[0] and count > enough[1]
+        if far or (budget is not None and (slow or count > (budget if best is not None else 4 * budget))):
             statistics.unproven += 1
             statistics.cut += len(queue) + 1
             least = estimate

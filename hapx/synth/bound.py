@@ -139,7 +139,8 @@ class Bound:
         return known
 
     def _uses(self, level: int, place: int) -> tuple[Use, ...]:
-        return tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self.outline.stored[level]])
+        matters = self.relaxation.matters
+        return tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self.outline.stored[level] if matters(at, slot)])
 
     def _rest(self, level: int, place: int, contexts: Sequence[Context]) -> Vector:
         if level == len(self.problem.steps):

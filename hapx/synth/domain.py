@@ -136,7 +136,7 @@ class Synthesis:
         chosen = np.flatnonzero(estimates < limit if allowed is None else (estimates < limit) & allowed)
         if allowed is None:
             self.bounded += len(estimates) - len(chosen)
-        if most is not None and len(chosen) > most and not self.bound.outline.placed[state.level]:
+        if most is not None and len(chosen) > most and not self.bound.relaxation.placed(state.level):
             chosen = chosen[np.argsort(estimates[chosen], kind="stable")[:most]]
         reads = state.place & self.problem.steps[state.level].reads
         found: list[State] = []

@@ -13,7 +13,8 @@ what follows for free from one placement; anything else may be in any placement 
 backward over the steps, as matrices (placements x choices x weights).
 
 A parameter that is used again later (a tied embedding) would be free there in this relaxation. So there is one such table per *context*: the masks of
-the stored parameters that are live, each priced at its next use (of the largest ones, `hapx.synth.outline.PRICED`; the others are free there).
+the stored parameters that are live, each priced at its next use (of the largest ones, `hapx.synth.outline.PRICED`, where that is not next to nothing;
+the others are free there).
 These tables are followed back a few levels only. Below, what is known is that they are above the general ones by so much at least; and that
 nothing is below the cost of coming to their first level and what is least there.
 
@@ -51,6 +52,7 @@ from hapx.synth.sheet import Priced, Sheet, Weighted
 from hapx.synth.tables import TensorTable, bits
 
 LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
+SLIGHT = (1e-12, 1e-2)  # part of what follows that where a parameter is must be able to cost, if a context is to say it, on one axis and on several
 DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
 GENERAL = -1  # whatever is available
 Rows = dict[int, Array]  # by where a value has its bits before the level, GENERAL: by none of them
@@ -92,7 +94,8 @@ class Relaxation:
 
     def __init__(self, problem: Problem, moves: Moves):
         self.problem, self.moves = problem, moves
-        self.deepest = DEEPEST[len(problem.theory.mesh.axes) > 1]
+        several = len(problem.theory.mesh.axes) > 1
+        self.deepest, self.slight = DEEPEST[several], SLIGHT[several]
         self.weights = Weights(problem.terms.kinds)
         if problem.repetition is None:
             problem.repetition = Repetition(problem.steps)
@@ -113,6 +116,7 @@ class Relaxation:
         self._until: dict[int, Context] = {}
         self._coming: dict[int, Context] = {}
         self._later: dict[tuple[int, int], Array] = {}
+        self._mattering: dict[tuple[int, int], bool] = {}
 
     def rows(self, context: Context, level: int) -> tuple[Rows, Array]:
         """The table before a level, which is not below the context's bottom, and what is to be added to it."""
@@ -135,6 +139,19 @@ class Relaxation:
         if uses not in self._contexts:
             self._contexts[uses] = self._contextual(uses)
         return self._contexts[uses]
+
+    def matters(self, level: int, slot: int) -> bool:
+        """Whether it costs enough to have a stored parameter where a use needs it, from wherever it is, for a context to say where it is."""
+        key = level, slot
+        if key not in self._mattering:
+            direct, (rows, offset) = self.priced.direct(self.problem.steps[level].kind.slots[slot].table), self.rows(self.general, level)
+            most = direct.max(axis=(0, 1), where=np.isfinite(direct), initial=0.0)
+            self._mattering[key] = bool((most > self.slight * (rows[GENERAL][0] + offset)).any())
+        return self._mattering[key]
+
+    def placed(self, level: int) -> bool:
+        """Whether a step stores the first of the parameters that contexts know."""
+        return self.outline.placed[level] and any(self.matters(at, slot) for at, slot, _, _ in self.outline.stored[level + 1])
 
     def knows(self, uses: tuple[Use, ...]) -> bool:
         """Whether there is a table for these already."""
@@ -198,7 +215,7 @@ class Relaxation:
         return {n: known + more for n, known in rows.items()} if more.any() else rows
 
     def _added(self, level: int, mine: Rows, offset: Array) -> tuple[Array, bool]:
-        """What a table adds to the general one at least, per weight; and whether it adds that everywhere."""
+        """What a table adds to the general one at least, per weight; and whether it adds (nearly) that everywhere."""
         rows, own = self.general.rows[level], self.general.offsets[level]
         with np.errstate(invalid="ignore"):  # inf - inf: a placement from which nothing leads on adds nothing
             added = np.concatenate([np.where(np.isfinite(b), mine[n] - b, np.inf) for n, b in rows.items()])
@@ -206,7 +223,7 @@ class Relaxation:
         more = added.min(axis=0)
         more = np.where(np.isfinite(more), more, 0.0)
         finite = np.where(np.isfinite(added), added, more)
-        return more, bool((finite.max(axis=0) - more <= 1e-12 * (1e-9 + rows[GENERAL].max())).all())
+        return more, bool((finite.max(axis=0) - more <= self.slight * (1e-9 + rows[GENERAL].max())).all())
 
     def _added_by(self, level: int, mine: Rows, offset: Array) -> tuple[Array, bool]:
         """As `_added`, of a context, which may have no way on from where its parameters are."""
@@ -241,6 +258,10 @@ class Relaxation:
         if first is None:
             return None
         _, at, slot = first
+        again = self.outline.again[at, slot]
+        assert again is not None, "it is used twice"
+        if not self.matters(*again):
+            return None
         if at not in self._coming:
             rows, offset = self.rows(self.general, at + 1)
             self._coming[at] = self._tabulate(at + 1, {n: own + offset for n, own in rows.items()}, {}, (Use(at, slot, 0),))
@@ -253,7 +274,7 @@ class Relaxation:
         if key not in self._later:
             table = self._table(use)
             gains = np.zeros((len(table.placements), len(self.weights)))
-            if again is not None and self.outline.again[again] is None:
+            if again is not None and self.outline.again[again] is None and self.matters(*again):
                 level, nothing = use.level + 1, np.zeros(len(self.weights))
                 for mask in dict.fromkeys(closures := [table.closure(p) for p in range(len(table.placements))]):
                     more, _ = self._added(level, self._known(self.context((Use(*again, mask),)), level, nothing), nothing)

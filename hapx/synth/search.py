@@ -14,9 +14,9 @@ How exact: programs of up to `EXACT` steps are optimal, those of up to `NEARLY` 
 proven by the bound, unless the search ends with its budget; then a wider beam follows, and where that leaves little in a problem of one axis and few
 steps, the search once more from there. Where memory must be priced, the prices may leave a gap. `statistics.gap` says what was proven. Where only a
 part of the sums of gradients counts (`hapx.overlap`), searches end early, as on two axes they would take longer than what they bring is worth.
-They also end early at shares where the bound says that no program is as fast as one that is known at others, and where little is asked of them
-(`Problem.within`); no wider beam follows then. At shares that are only tried (`Problem.rough`) they are as long as ever, but good enough
-earlier.
+They also end early at shares where the bound says that no program is as fast as one that is known at others, as soon as it says so, and where
+little is asked of them (`Problem.within`); no wider beam follows then. At shares that are only tried (`Problem.rough`) they are as long as ever, but
+good enough earlier.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ def attempt(
     start = domain.start()
     if start is not None and start.estimate > above:
         return None, ()
-    far = start is not None and start.estimate > known
-    best = _search(domain, statistics, budget=SHORT if far else BUDGET, wide=not far)
+    best = _search(domain, statistics, budget=BUDGET, known=known)
     if best is None:
         raise _stuck(problem)
     bound = best.estimate * (1 - statistics.gap)
@@ -213,8 +212,9 @@ def program_key(theory: Theory) -> ProgramKey:
 
 
 def _search(
-    domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET, wide: bool = True, widths: Sequence[Width] = ()
-) -> State | None:
+    domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET, wide: bool = True, widths: Sequence[Width] = (),
+    known: float = inf,
+) -> State | None:  # fmt: skip
     """First good programs, so that most of what the search would generate is above the best of them: those that were found at other shares, or else
     those that people write by hand and what beams find. Where the best is not wanted exactly, the search hardly ever finds a better one, so it is
     short."""
@@ -229,13 +229,14 @@ def _search(
     own = Statistics()
     short = problem.brief or problem.within > 0 or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
     pace = PACE if len(problem.steps) > EXACT else ()
-    best = search(domain, own, best, min(budget, SHORT) if short else budget, within, problem.watch, pace)
+    best = search(domain, own, best, min(budget, SHORT) if short else budget, within, problem.watch, pace, (known, SHORT))
     before = best
-    if wide and not problem.within and own.unproven and not _found_by_wider(domain, best):
+    far = best is not None and best.estimate * (1 - own.gap) > known
+    if wide and not far and not problem.within and own.unproven and not _found_by_wider(domain, best):
         best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1] if problem.exposed == 1 else PARTLY, within)
         if best is not None:
             problem.widened = choices_of(moves_of(best)), problem.exposed, domain.moves.capacity, domain.moves.values.shares
-    solvable = len(problem.theory.mesh.axes) == 1 and len(problem.steps) <= NEARLY[1] and tolerance is None and not short
+    solvable = not far and len(problem.theory.mesh.axes) == 1 and len(problem.steps) <= NEARLY[1] and tolerance is None and not short
     if best is not None and best is not before and solvable:
         best = _once_more(domain, own, best, within)
     statistics.add(own)

@@ -119,6 +119,25 @@ def test_wider_beams_are_asked_once_at_nearly_the_same_shares(monkeypatch):
     assert found(far)[1] == 1
 
 
+@pytest.mark.parametrize("seed", SEEDS[:8])
+def test_a_search_ends_once_all_that_is_left_takes_more_than_what_is_known(seed):
+    """At shares at which nothing is as fast as at others, a good program will do; what it may be off by is what was proven."""
+    theory, costs, shares = case(seed)
+    best = synthesize(theory, costs, shares, restriction=RULE).cost
+    spent = {}
+    for known in (0.5, 0.9, 1 + 1e-9):
+        domain, statistics = Synthesis(build(theory, costs, RULE), shares, None), Statistics()
+        first = beam(domain, Width(1), Statistics())
+        found = search(domain, statistics, first, enough=(known * best, 0))
+        assert found.estimate * (1 - statistics.gap) <= best * (1 + 1e-9)
+        assert found.estimate <= first.estimate
+        spent[known] = statistics.expansions
+        if known > 1:
+            assert found.estimate == pytest.approx(best, rel=1e-9)
+    assert spent[0.5] <= spent[0.9] <= spent[1 + 1e-9]
+    assert spent[0.5] <= 1  # the bound of the start says so
+
+
 def test_least_memory_is_least():
     theory, costs, shares = case(25)
     least = least_memory(build(theory, costs, RULE), shares, (1.0,) * len(costs.kinds), program_key(theory))
