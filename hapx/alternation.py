@@ -148,7 +148,6 @@ class Alternation:
         self.problem: Problem = build(theory, self.costs, setting.rule, setting.given, setting.forbidden)
         counters.problem_time += time.perf_counter() - began
         self.problem.watch, self.problem.within = told.watch(), setting.within
-        self.hurried = False  # whether searches are to be short, as another view is known and this one is needless
         self.hopeless = 0.0  # how many times as much as the best of the views before its first program costs, where that ended it
         self.fitting = Fitting(theory, self.costs, setting.key, setting.strict)
         self.rejected: tuple[Solution, Lengths] | None = None  # the last program whose peak did not fit at balanced ratios
@@ -200,7 +199,7 @@ class Alternation:
         """From all starts."""
         failure: InsufficientMemoryError | None = None
         away = 0.0
-        self.problem.brief = self.hurried = known < inf and needless(self.theory.mesh, self.setting.cluster)
+        self.problem.brief = self._hurried(known)
         if self.old is not None:
             with suppress(InsufficientMemoryError):
                 self._alternate(self._by_kind(self.old.shares), known, self.old.lengths)
@@ -226,10 +225,14 @@ class Alternation:
         if several:
             self._further(known)
         self.problem.brief = False
-        if self.hurried and self._best().cost < known:
+        if self._hurried(known) and self._best().cost < known:
             self._once_more(known)
         if several and self.prices is not None and not (segments or self.setting.given or self.setting.within):
             self._by_name(known)
+
+    def _hurried(self, known: float) -> bool:
+        """Whether searches are to be short, as another view is known and this one is needless."""
+        return known < inf and needless(self.theory.mesh, self.setting.cluster)
 
     def _squeeze(self, known: float) -> None:
         """Where nothing was found that fits: the program and the lengths of the least peak, if they fit, and what is found from there. Raises
@@ -307,7 +310,7 @@ class Alternation:
             if lengths is not None:
                 with suppress(InsufficientMemoryError):  # something else fits
                     self._alternate(ratios, least, lengths, above=HOPELESS * least)
-        self.problem.brief, self.problem.rough = self.hurried, 0.0
+        self.problem.brief, self.problem.rough = self._hurried(known), 0.0
         # what a search did not solve to the end at the first shares, it hardly does at others
         if self.prices is None and before.gap <= STALLED:
             self._prove(before, known)

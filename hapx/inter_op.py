@@ -111,17 +111,12 @@ class _Single:
     def __init__(self, job: Telling[tuple[Plan | None, list[_Said]], tuple[float, list[_Said]]], enough: float):
         """enough: seconds that are good enough."""
         self._job, self._enough, self._waited = job, enough, False
-        self._notes: list[tuple[float, list[_Said]] | None] = []
 
-    @property
+    @cached_property
     def _bound(self) -> tuple[float, list[_Said]] | None:
-        """Seconds that the plan takes at least, and what was warned of until that was known; None where it had to be made to know."""
-        return self._notes[-1] if self._notes else self._next()
-
-    def _next(self) -> tuple[float, list[_Said]] | None:
-        """The same as soon as more is known."""
-        self._notes.append(self._job.note())
-        return self._notes[-1]
+        """Seconds that the plan takes at least, as far as `plan` has asked, and what was warned of until that was known; None where it had to be made
+        to know."""
+        return self._job.note()
 
     @cached_property
     def _made(self) -> tuple[Plan | None, list[_Said]]:
@@ -131,11 +126,10 @@ class _Single:
     def plan(self, best: float) -> Plan | None:
         """Waits for it, unless it is known to take well more than `best` seconds; None then, and where it does not fit."""
         if not self._waited and best < inf:
-            bound = self._bound
-            while bound is not None:
-                if bound[0] > SURE * best:
+            while self._bound is not None:
+                if self._bound[0] > SURE * best:
                     return None
-                bound = self._next()
+                self._bound = self._job.note()
         return self._made[0]
 
     def __call__(self, best: float) -> Plan | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hapx.advice import advised
-from hapx.alternation import MAY_FIT, Alternation, Counters, Setting, needless
+from hapx.alternation import FEW_STEPS, MAY_FIT, Alternation, Counters, Setting, needless
 from hapx.balancer.borders import WORTH, Freed, free_borders
 from hapx.balancer.rounding import per_device
 from hapx.balancer.untied import Untied
@@ -39,7 +39,6 @@ from hapx.progress import Teller, Watcher
 from hapx.recompute import as_chosen, fastest
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import iteration_time
-from hapx.squeezing import MANY_STEPS
 from hapx.synth.forbidden import NOTHING
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
@@ -159,7 +158,7 @@ def plan_spmd(
 
 def _far_too_large(setting: Setting, failures: Sequence[HapError]) -> bool:
     """Whether a model that is not small needs so much more memory than there is on one view that others, whose searches take long, are left out."""
-    return len(setting.graph.nodes) > MANY_STEPS and any(isinstance(f, InsufficientMemoryError) and f.times > MAY_FIT for f in failures)
+    return len(setting.graph.nodes) > FEW_STEPS and any(isinstance(f, InsufficientMemoryError) and f.times > MAY_FIT for f in failures)
 
 
 class Simulated:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, inf
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 import numpy as np
 
@@ -75,21 +75,21 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: 
         return True
 
     without = _times(counters)
-    full: list[tuple[float, float, Setting, Times]] = []
+    full: list[tuple[Candidate, Setting, Times]] = []
     for most, graph in _thrifty(setting.graph):
         own = replace(setting, graph=graph)
         best = unlimited(own, meshes)
         if best.fits:
             _with_fewer(setting, most, free, best, unlimited)
             break
-        full.append((_fullest(best), best.time, own, _times(told[-1])))
+        full.append((best, own, _times(told[-1])))
         if len(full) == 1:
             limited(setting, without)
         if best.time > least():  # and with more blocks
             break
     else:
-        tell(min(least(), *(seconds for _, seconds, _, _ in full)))
-        for _, _, own, times in sorted(full, key=itemgetter(0)):
+        tell(min(least(), *(best.time for best, _, _ in full)))
+        for _, own, times in sorted(full, key=lambda one: _fullest(one[0])):
             before = len(failures)
             if limited(own, times) or any(f.times > NEARLY for f in failures[before:]):
                 break

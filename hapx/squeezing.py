@@ -30,7 +30,7 @@ from hapx.states import Row
 from hapx.synth.lean import leanest
 from hapx.synth.moves import Crowded
 from hapx.synth.problem import Problem
-from hapx.synth.search import least_memory
+from hapx.synth.search import EXACT, least_memory
 from hapx.synth.seeds import Mask, seeds
 from hapx.synth.writer import Solution
 
@@ -38,8 +38,7 @@ ROUNDS = 4  # of balancing and searching, from the best program, or from so many
 BEGUN = 3
 VERY_FEW_STEPS = 30
 REACH = 1.3  # times the best part so far, above which no other program is begun with,
-FAR = 2.0  # nor where it needs so many times what there is; in problems of more than
-MANY_STEPS = 100  # steps nothing is squeezed then
+FAR = 2.0  # nor where it needs so many times what there is, nor anything squeezed then in problems that are not small
 BETTER = 0.005  # relative improvement with which these go on
 UNITS = 10_000  # steps of programs whose peaks are looked at while units are moved
 
@@ -89,7 +88,7 @@ class Squeezing:
         found.sort(key=lambda one: one[0].part)
         several = list({own.solution.choices: (own, family) for own, family in reversed(found)}.values())[::-1]
         best = found[0][0]
-        if best.part > FAR and len(self.problem.steps) > MANY_STEPS:
+        if best.part > FAR and len(self.problem.steps) > EXACT:
             return best
         for own, family in several[: BEGUN if self.small else 1] if self.free else ():
             if own is not several[0][0] and own.part > min(REACH * best.part, FAR):

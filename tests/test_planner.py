@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hapx.alternation import Counters, Setting
+from hapx.alternation import FEW_STEPS, Counters, Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.errors import HapError, InsufficientMemoryError
 from hapx.graph.capture import capture
@@ -16,7 +16,6 @@ from hapx.graph.segments import graph_hash
 from hapx.ir import Graph
 from hapx.planner import SIMPLER, extend, key_of, plan_graphs, plan_spmd, views
 from hapx.restriction import AUTO, BASELINES, Restriction
-from hapx.squeezing import MANY_STEPS
 from hapx.states import Sharded
 from hapx.synth.problem import Problem
 from hapx.synth.search import attempt
@@ -131,7 +130,7 @@ def test_several_axes_inside_of_one_machine_are_searched_to_the_end_only_where_t
 def test_of_a_model_that_needs_far_too_much_memory_one_view_is_looked_at() -> None:
     model = GPT(13, 16, 2, 5, 8)
     graph = discover(capture(model, model.example(4)))
-    assert len(graph.nodes) > MANY_STEPS
+    assert len(graph.nodes) > FEW_STEPS
     cluster = slow_devices(["fast", "fast"], ["slow", "slow"])
     most = max(plan_graphs([graph], cluster).memory)
     looked: dict[float, tuple[str, ...]] = {}
