@@ -136,7 +136,7 @@ class Bench:
         plan = None
         if not self.scarce or len(whole.nodes) <= SMALL:
             with suppress(InsufficientMemoryError):
-                plan = plan_graphs([whole], self.case.cluster, precision=PRECISION, optimizer=OPTIMIZER, more=None)
+                plan = plan_graphs([whole], self.case.cluster, precision=PRECISION, optimizer=OPTIMIZER, advise=False)
         return Found(SPMD, plan, Costs(rest=cpu() - began))
 
     def accumulated(self) -> Found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from hapx.cluster.spec import ClusterSpec
@@ -22,28 +22,40 @@ if TYPE_CHECKING:
     from hapx.planner import Setting
 
 MIB = 2**20
-More = Callable[[], Iterable[str]]
+CLOSE = 1.1  # times: by how much least peaks may be too high
 Attempt = Callable[["Setting"], InsufficientMemoryError | None]
+More = Callable[["Setting", InsufficientMemoryError, Attempt], Iterable[str]]
 
 
-def advised(error: InsufficientMemoryError, setting: Setting, attempt: Attempt, more: More = tuple) -> InsufficientMemoryError:
-    """The error with a hint. attempt: looks for a program that fits, returns the error if there is none; more: further suggestions that were
-    tried."""
+def no_more(setting: Setting, error: InsufficientMemoryError, attempt: Attempt) -> Iterable[str]:
+    """No further suggestions."""
+    return ()
+
+
+def may_fit(error: InsufficientMemoryError, part: float) -> bool:
+    """Whether what needs at least this part of the memory is worth a try."""
+    return error.times == inf or error.times * part <= CLOSE  # inf: not known
+
+
+def advised(error: InsufficientMemoryError, setting: Setting, attempt: Attempt, more: More = no_more) -> InsufficientMemoryError:
+    """The error with a hint. attempt: looks for a program that fits, returns the error if there is none; more: tries further suggestions."""
     larger = _larger(error, setting, attempt)
-    found = [*_alternatives(setting, attempt), *more(), *([larger] if larger is not None else ())]
+    found = [*_alternatives(setting, error, attempt), *more(setting, error, attempt), *([larger] if larger is not None else ())]
     hint = f"what fits: {', or '.join(found)}" if found else "no single change that was tried fits: use more devices or a smaller model"
     return InsufficientMemoryError(error.what, where=error.where, allowed=error.allowed, hint=hint, needs=error.needs, times=error.times)
 
 
-def _alternatives(setting: Setting, attempt: Attempt) -> Iterator[str]:
+def _alternatives(setting: Setting, error: InsufficientMemoryError, attempt: Attempt) -> Iterator[str]:
     rule = setting.rule
     has_blocks = rule.remat == "none" and with_blocks(setting.graph) is not setting.graph
     if has_blocks and attempt(replace(setting, rule=replace(rule, remat="blocks"))) is None:
         yield 'remat="blocks"'
     if rule.name != AUTO.name and attempt(replace(setting, rule=replace(AUTO, remat=rule.remat))) is None:
         yield 'strategy="auto"'
+    states = states_of(setting.optimizer)
     for optimizer in ("sgd-momentum", "sgd"):
-        if states_of(optimizer) < states_of(setting.optimizer) and attempt(replace(setting, optimizer=optimizer)) is None:
+        part = (1 + states_of(optimizer)) / (1 + states)  # of a parameter with its states
+        if part < 1 and may_fit(error, part) and attempt(replace(setting, optimizer=optimizer)) is None:
             yield f"{'SGD with momentum' if 'momentum' in optimizer else 'SGD'} instead of {setting.optimizer}"
             return
 

@@ -55,14 +55,14 @@ MISSES = 2  # times that twice as many micro-batches may be no faster, where mem
 ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
 _Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
+_Made = Plan | InsufficientMemoryError | None  # of one stage; why it does not fit; None: not tried
 Rival = Callable[[float], Plan | None]  # of the seconds of a pipeline: a plan of one stage, unless it is known to be slower than that
-Tell = Callable[[float], None]
-Whole = Callable[[bool, Tell], Plan]  # of whether an error says what would help, and who is told how long the plan takes at least
+Whole = Callable[[Callable[[float], None]], Plan]  # of who is told how long the plan takes at least
 
 
 def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph], number: int | None) -> Plan:
     """The faster one of a plan of one stage, made by `whole`, and the best pipeline. number: of micro-batches, if it is given. Raises what `whole`
-    raises where no pipeline fits either: only then is it asked to say what would help."""
+    raises where no pipeline fits either."""
     scarce = lacks_memory(asked)
     numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster, scarce)
     free = may_have_stages(asked.rule, asked.cluster)
@@ -91,7 +91,9 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
         single.say()
     if not found or (one is not None and one.iteration_time <= found[0].iteration_time):
         if one is None:
-            return whole(True, lambda _: None)
+            if single.failure is not None:
+                raise single.failure
+            return whole(lambda _: None)
         return replace(one, statistics={**one.statistics, "stages_time": spent, "pipelines": len(found)})
     best = found[0]
     warn_of_mixing(best.graphs[best.first])
@@ -108,7 +110,7 @@ class _Single:
 
     Where memory binds, that takes long; but how long the plan takes at least is known early, and if a pipeline is faster, the plan is not needed."""
 
-    def __init__(self, job: Telling[tuple[Plan | None, list[_Said]], tuple[float, list[_Said]]], enough: float):
+    def __init__(self, job: Telling[tuple[_Made, list[_Said]], tuple[float, list[_Said]]], enough: float):
         """enough: seconds that are good enough."""
         self._job, self._enough, self._waited = job, enough, False
 
@@ -119,7 +121,7 @@ class _Single:
         return self._job.note()
 
     @cached_property
-    def _made(self) -> tuple[Plan | None, list[_Said]]:
+    def _made(self) -> tuple[_Made, list[_Said]]:
         self._waited = True
         return self._job.result()
 
@@ -130,7 +132,12 @@ class _Single:
                 if self._bound[0] > SURE * best:
                     return None
                 self._bound = self._job.note()
-        return self._made[0]
+        return self._made[0] if isinstance(self._made[0], Plan) else None
+
+    @property
+    def failure(self) -> InsufficientMemoryError | None:
+        """Why there is no plan, if it was tried."""
+        return self._made[0] if isinstance(self._made[0], InsufficientMemoryError) else None
 
     def __call__(self, best: float) -> Plan | None:
         """The plan. Raises _GoodEnough."""
@@ -160,18 +167,20 @@ class _Single:
 def _single(asked: Setting, whole: Whole, *, hopeless: bool, apart: bool) -> Iterator[_Single]:
     """The plan of one stage. hopeless: it is not tried. apart: a copy of the process makes it, if there can be one."""
 
-    def noted(tell: Callable[[tuple[float, list[_Said]]], None]) -> tuple[Plan | None, list[_Said]]:
+    def noted(tell: Callable[[tuple[float, list[_Said]]], None]) -> tuple[_Made, list[_Said]]:
         """With its warnings."""
-        plan = None
+        made: _Made = None
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
 
             def so_far() -> list[_Said]:
                 return [(w.message, w.category, w.filename, w.lineno) for w in said]
 
-            with suppress(InsufficientMemoryError):
-                plan = whole(False, lambda seconds: tell((seconds, so_far()))) if not hopeless else None
-        return plan, so_far()
+            try:
+                made = whole(lambda seconds: tell((seconds, so_far()))) if not hopeless else None
+            except InsufficientMemoryError as error:
+                made = error
+        return made, so_far()
 
     enough = NEAR * at_full_speed(asked)
     if hopeless or not apart:

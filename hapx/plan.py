@@ -187,6 +187,11 @@ class ProgramKey:
     autocast: str | None = None
 
 
+def key_of(graph: Graph, autocast: str | None = None) -> ProgramKey:
+    """The key of a graph's program."""
+    return ProgramKey(graph.mode, tuple(graph.refs[n].shape for n in graph.input_names), autocast)
+
+
 @dataclass(frozen=True)
 class Program:
     """Instructions that lead from `needs` (parameters and buffers as stored, inputs Replicated) to `gives` (the graph's outputs)."""

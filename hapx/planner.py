@@ -9,10 +9,9 @@ Invariant: a candidate's time, memory and program are those of its integer lengt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -24,25 +23,26 @@ from hapx.alternation import FEW_STEPS, MAY_FIT, Alternation, Counters, Setting,
 from hapx.balancer.borders import WORTH, Freed, free_borders
 from hapx.balancer.rounding import per_device
 from hapx.balancer.untied import Untied
+from hapx.batches import Batches
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
-from hapx.errors import CaptureError, HapError, InsufficientMemoryError, PlanError
+from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.graph.borders import candidate_segments, carried, numbered
 from hapx.ir import Graph
 from hapx.lower import Candidate, extended, lower
 from hapx.overlap import overlapped
-from hapx.plan import Axis, Mesh, Plan, ProgramKey
+from hapx.plan import Axis, Mesh, Plan, ProgramKey, key_of
 from hapx.processes import without_collections
 from hapx.progress import Teller, Watcher
 from hapx.recompute import as_chosen, fastest
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import iteration_time
+from hapx.stages.numbers import may_have_stages
 from hapx.synth.forbidden import NOTHING
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
-from hapx.theory.normalise import normalised
 from hapx.theory.triple import Theory
 
 if TYPE_CHECKING:
@@ -272,11 +272,11 @@ def plan_graphs(
     graphs: Sequence[Graph], cluster: ClusterSpec, *,
     strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
     keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0, progress: Watcher | None = None,
-    old: Plan | None = None, more: Callable[[Setting], Iterable[str]] | None = lambda _: (), tell: Callable[[float], None] = lambda _: None,
+    old: Plan | None = None, advise: bool = True, tell: Callable[[float], None] = lambda _: None,
 ) -> Plan:  # fmt: skip
     """A plan for the first graph, which chooses mesh and storage, with further programs for the others. progress: is told what is done. old: a plan
     made before, perhaps for another cluster: where the same mesh is tried under the same restriction, it is one of the starts, and a candidate.
-    more: what else is tried where nothing fits, and fits; None: nothing is, the error says only what lacks. tell: see `hapx.recompute.fastest`."""
+    advise: where nothing fits, what would help is tried and said. tell: see `hapx.recompute.fastest`."""
     graphs = list(map(discover, graphs))
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
@@ -286,9 +286,7 @@ def plan_graphs(
     try:
         setting, best = _with_remat(asked, counters, tell=tell)
     except InsufficientMemoryError as error:
-        if more is None:
-            raise
-        raise advised(error, asked, fits_somehow, lambda: more(asked)) from None
+        raise advised(error, asked, fits_somehow) if advise else error from None
     told = {"capture_time": capture_time, "coverage": coverage(setting.graph).as_dict(), **counters.as_dict()}
     plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, told)
     for graph, key in zip(graphs[1:], named[1:], strict=True):
@@ -349,65 +347,29 @@ def plan_module(
     if isinstance(micro_batches, int) and graph.batch % micro_batches:
         raise HapError(f"micro_batches={micro_batches}", where="plan", allowed=f"a divisor of the batch of {graph.batch}")
 
-    def part(number: int) -> Graph:
-        try:
-            own = captures.part(graph.batch, number)
-        except CaptureError as error:
-            raise _without_parts(error, graph.batch, number, asked_for=micro_batches != "auto") from error
-        return _exact(normalised(own, graph)) if micro_batches == "auto" else normalised(own, graph)
+    number = micro_batches if isinstance(micro_batches, int) else None
+    batches = Batches(captures, graph, number, in_parts=may_have_stages(rule, cluster))
+    asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
 
-    def smaller(setting: Setting) -> Iterator[str]:
-        return _smaller_batch(setting, partial(captures.smaller, graph.batch))
-
-    def whole(advise: bool = True, tell: Callable[[float], None] = lambda _: None) -> Plan:
+    def whole(tell: Callable[[float], None] = lambda _: None) -> Plan:
         return plan_graphs(
-            [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[key_of(graph, autocast)], capture_time=captured,
-            progress=progress, more=smaller if advise else None, tell=tell,
+            [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[asked.key], capture_time=captured, progress=progress,
+            advise=False, tell=tell,
         )  # fmt: skip
 
-    if rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1:
-        return whole()
     from hapx.fewer import with_fewer
     from hapx.inter_op import plan_with_stages
 
-    asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
-    plan = plan_with_stages(asked, whole, part, micro_batches if isinstance(micro_batches, int) else None)
+    one_stage = rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1
+    try:
+        plan = whole() if one_stage else plan_with_stages(asked, whole, batches.part, number)
+    except InsufficientMemoryError as error:
+        raise advised(error, asked, fits_somehow, batches.that_fit) from None
+    if one_stage:
+        return plan
     if "coverage" not in plan.statistics:  # a pipeline has it from the plan of one stage, if that was waited for
         plan = replace(plan, statistics={"capture_time": captured, "coverage": coverage(graph).as_dict(), **plan.statistics})
     return with_fewer(asked, plan)
-
-
-def _without_parts(error: CaptureError, batch: int, number: int, *, asked_for: bool) -> HapError:
-    """A model whose parts of a batch cannot be captured, though the batch can: asked for, that is the user's to know; else there is no pipeline."""
-    if not asked_for:
-        return PlanError(error.what)
-    return CaptureError(
-        f"the model takes a batch of {batch}, but not one of {batch // number}: {error.what}", where=f"micro_batches={number}",
-        allowed="fewer, larger micro-batches", hint=f"the line is {error.where}" if error.where else None,
-    )  # fmt: skip
-
-
-def _exact(graph: Graph) -> Graph:
-    """The graph of a micro-batch. Raises PlanError where the micro-batches would not train as the whole batch does: that is never chosen unasked."""
-    if graph.micro_batches is not None and graph.micro_batches.mixing:
-        target, source = graph.micro_batches.mixing[0]
-        raise PlanError(f"{target} mixes the samples of a batch", where=source, hint="micro_batches=<a number> plans a pipeline all the same")
-    return graph
-
-
-def _smaller_batch(setting: Setting, captured: Callable[[int], Graph]) -> Iterator[str]:
-    """The largest of a half, a quarter and an eighth of the batch that can be planned, if any can. captured: the graph of so many rows of it."""
-    whole = setting.graph.batch
-    for batch in dict.fromkeys((whole // 2, whole // 4, whole // 8)):
-        if batch < 1:
-            return
-        try:
-            graph = captured(batch)
-        except HapError:  # a model that wants this very batch
-            return
-        if fits_somehow(replace(setting, graph=discover(graph), key=key_of(graph, setting.key.autocast))) is None:
-            yield f"a batch of {batch}"
-            return
 
 
 def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
@@ -426,11 +388,6 @@ def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     setting = Setting(graph, key, plan.cluster, rule, plan.precision, plan.optimizer, given, fixed, stage.shares)
     setting, best = _with_remat(setting, counters, [stage.mesh])
     return extended(plan, best, setting.graph, key, counters.as_dict())
-
-
-def key_of(graph: Graph, autocast: str | None = None) -> ProgramKey:
-    """The key of a graph's program."""
-    return ProgramKey(graph.mode, tuple(graph.refs[n].shape for n in graph.input_names), autocast)
 
 
 __all__ = ["Candidate", "Counters", "Setting", "extend", "key_of", "plan_graphs", "plan_module", "plan_spmd", "views"]

@@ -7,16 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from hapx.advice import advised
+from hapx.alternation import Setting
+from hapx.batches import Batches
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.memory import RESERVE
 from hapx.errors import InsufficientMemoryError
-from hapx.graph.captures import first_rows
+from hapx.graph.captures import Captures, first_rows
 from hapx.ir import Graph
-from hapx.plan import Plan
+from hapx.plan import Plan, key_of
 from hapx.planner import plan_graphs, plan_module
 from hapx.predict import predictions
 from hapx.restriction import Restriction
+from hapx.theory.normalise import MixedSamplesWarning
 from support.models import GPT
 from support.theories import GraphBuilder
 
@@ -147,6 +152,59 @@ def test_a_smaller_batch_is_tried():
         plan_module(model, devices(memory, memory), model.example(32), strategy=replace(rule, remat="blocks"))
     )
     assert fits(planned(8, memory))
+
+
+class Normed(nn.Module):
+    """Convolutions with batch norms between them: as micro-batches they train otherwise than as one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_micro_batches_that_would_train_otherwise_are_named():
+    """They are never chosen unasked; asked for, they are planned. More of them than were asked for are named, too."""
+    inputs = (torch.zeros(32, 8, 16, 16),)
+
+    def planned(memory: int, micro_batches: int | str) -> Plan:
+        return plan_module(Normed(), devices(memory, memory), inputs, micro_batches=micro_batches)
+
+    memory = card(max(plan_module(Normed(), devices(ROOMY, ROOMY), inputs, remat="blocks", micro_batches=1).memory) * 0.4)
+    with pytest.raises(InsufficientMemoryError, match="a batch of") as raised:
+        planned(memory, "auto")
+    named = re.search(r"micro_batches=(\d+) \(with which aten.batch_norm.default sees one micro-batch only\)", raised.value.hint or "")
+    assert named is not None, raised.value.hint
+    number = int(named[1])
+    with pytest.warns(MixedSamplesWarning):
+        assert fits(planned(memory, number))
+    with pytest.raises(InsufficientMemoryError, match=f"micro_batches={number} "):
+        planned(memory, number // 2)
+
+
+@pytest.mark.parametrize(
+    "times, rows, numbers, optimizers",
+    [(1.2, [16, 8, 4], [2, 4, 8, 16, 32], ["sgd-momentum", "sgd"]), (2.0, [16, 8, 4], [2, 4, 8, 16, 32], ["sgd"]), (5.0, [4], [8, 16, 32], [])],
+)
+def test_what_cannot_help_is_not_tried(times, rows, numbers, optimizers):
+    """A quarter of a batch needs no less than a quarter of the memory; other optimizers save no more than states take."""
+    model, tried = GPT(13, 16, 2, 2, 16), []
+
+    def attempt(setting: Setting) -> InsufficientMemoryError | None:
+        tried.append((setting.graph.batch, setting.optimizer, setting.repeats))
+        return error
+
+    error = InsufficientMemoryError("too much", times=times)
+    captures = Captures(model, model.example(32))
+    graph = captures.whole()
+    setting = Setting(graph, key_of(graph), devices(2**20, 2**20), DP, "fp32", "adamw")
+    assert not [*Batches(captures, graph, 1, in_parts=True).that_fit(setting, error, attempt)]
+    assert [b for b, _, n in tried if n == 1] == rows and [n for _, _, n in tried if n > 1] == numbers
+    tried.clear()
+    advised(error, setting, attempt)
+    assert [o for _, o, _ in tried if o != "adamw"] == optimizers
 
 
 def test_rows_of_example_inputs():

@@ -33,6 +33,6 @@ def test_lacking_memory() -> None:
     assert lacks_memory(setting(graph, 0.9 * held / 4))
     roomy = 2.5 * held / 4
     assert not lacks_memory(setting(graph, roomy))
-    plan = plan_graphs([graph], with_memory(roomy), more=None)
+    plan = plan_graphs([graph], with_memory(roomy), advise=False)
     assert max(plan.memory) <= roomy
     assert not lacks_memory(setting(graph, 1e9))

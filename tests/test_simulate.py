@@ -186,7 +186,7 @@ def test_only_the_last_micro_batch_waits_for_gradients(monkeypatch: pytest.Monke
     slow = slow_devices(["fast", "fast"], ["fast", "fast"], inter="100 kbit/s", speed=1e8)
     model = CNN()
     whole = plan_graphs(
-        [capture(model, model.example(8))], slow, strategy=Restriction("dp", split="batch", storage="as-used", mesh="flat"), more=None
+        [capture(model, model.example(8))], slow, strategy=Restriction("dp", split="batch", storage="as-used", mesh="flat"), advise=False
     )
     (candidate,) = Staged(whole).candidates
     exact = candidate.costs.at_lengths(candidate.lengths)
