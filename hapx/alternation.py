@@ -49,7 +49,8 @@ from hapx.theory.triple import Theory
 MAX_ALTERNATIONS = 8
 STALLED = 1e-3  # relative improvement below which the alternation ends
 SLIGHT = 1e-4  # and for which a program that is not proven is not taken
-HOPELESS = 1.5  # what costs that much more than the best of the others at its first ratios is not balanced further
+HOPELESS = 1.5  # what costs that much more than the best of the others at its first ratios is not balanced further,
+NEEDLESS = 1.03  # and on a needless mesh what costs that much more than it may is not begun with again from elsewhere
 CORRECTIONS = 4  # searches at most for one program whose peak fits
 FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
 FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
@@ -289,7 +290,7 @@ class Alternation:
 
     def _further(self, known: float) -> None:
         """From more starts, as far as they lead somewhere."""
-        if self._best().cost > HOPELESS * known:
+        if self._best().cost > (NEEDLESS if self._hurried(known) else HOPELESS) * known:
             return
         self.budget = None  # where memory binds, prices of it tell well enough where a start leads
         before, several = self._best(), len(self.theory.mesh.axes) > 1

@@ -65,8 +65,11 @@ class Domain(Protocol[N]):
         """What repeats what was done where things stood as they do here, if they did: the next partial solution or, where a whole round was the same,
         one after all rounds that are left; None where there is no such place."""
 
-    def leaps(self, node: N, limit: float) -> Iterable[N]:
+    def leaps(self, node: N, limit: float) -> list[N]:
         """Of these only the latter: an answer is found sooner, so that less is above it."""
+
+    def settled(self, level: int) -> bool:
+        """Whether what is good and not done yet repeats itself at a level."""
 
 
 @dataclass(slots=True)
@@ -209,14 +212,16 @@ def beam(domain: Domain[N], width: Width, statistics: Statistics, incumbent: N |
 
 def _followed(domain: Domain[N], width: Width, statistics: Statistics, nodes: list[N], best: N | None, within: float) -> N | None:
     """From nodes of one level. What leaps over others is followed to its end at once, as it limits everything else, unless its bound is above that of
-    one that was: then it waits at its level, as all others do."""
+    one that was: then it waits at its level, as all others do. Once something has leapt, only what also does is followed further where the domain is
+    settled: of many rounds all but the first few are alike."""
     least, waiting = inf, dict[int, list[N]]()
     while nodes and nodes[0].level < domain.depth:
         limit = best.estimate * within if best is not None else inf
         leapt: dict[int, list[N]] = {}
+        settled = least < inf and domain.settled(nodes[0].level)
         for node in nodes:
             statistics.expansions += 1
-            repeated = domain.again(node, limit)
+            repeated = domain.leaps(node, limit) if settled else domain.again(node, limit)
             for successor in domain.successors(node, limit, width.nodes + 2) if repeated is None else repeated:
                 statistics.generated += 1
                 ahead = waiting if successor.level == node.level + 1 else leapt

@@ -26,6 +26,7 @@ from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
 from hapx.synth.seeds import Mask
 
+SETTLED = 4  # rounds after which beams follow what repeats itself only
 MANY = 32  # moves of a choice, from which on those that are hopeless are looked for in arrays
 
 
@@ -183,6 +184,10 @@ class Synthesis:
         """After all rounds that are left, where the last one ended as it had begun."""
         made = self._round(state) if self.repetition.jump(state.level) is not None else None
         return self._leap(state, made, limit) if made is not None else []
+
+    def settled(self, level: int) -> bool:
+        """Whether so many rounds are before a level, and some after it, that what is good repeats itself by then."""
+        return self.repetition.done(level) >= SETTLED and self.repetition.rounds(level) > 1
 
     def _round(self, state: State) -> list[Move] | None:
         """The moves of the last period, if every value was available before them as its counterpart is here."""

@@ -119,8 +119,11 @@ class Lean:
         moves = self.following[self.region[level] >= 0](level, state.place & self.problem.steps[level].reads, move.choice.index).moves
         return list(self._follow(state, [m for m in moves if m[0] is move], limit)) or None
 
-    def leaps(self, state: State, limit: float) -> tuple[State, ...]:
-        return ()
+    def leaps(self, state: State, limit: float) -> list[State]:
+        return []
+
+    def settled(self, level: int) -> bool:
+        return False  # nothing leaps
 
     def dominates(self, a: State, b: State) -> bool:
         return all(map(le, a.memory, b.memory))

@@ -52,6 +52,9 @@ class Repetition:
         for level in sorted(self._before, reverse=True):
             same = self._before.get(level + 1) == self._before[level]
             self._ends[level] = self._ends[level + 1] if same else level + 1
+        self._starts: dict[int, int] = {}  # and where it starts
+        for level, period in sorted(self._before.items()):
+            self._starts[level] = self._starts[level - 1] if self._before.get(level - 1) == period else level - period
 
     @cached_property
     def moved(self) -> list[Mapping[int, int] | None]:
@@ -69,6 +72,10 @@ class Repetition:
     def rounds(self, level: int) -> int:
         """How many whole periods from a level on repeat those before them."""
         return (self._ends[level] - level) // self._before[level] if level in self._before else 0
+
+    def done(self, level: int) -> int:
+        """How many whole periods before a level are alike, and as the one that begins there."""
+        return (level - self._starts[level]) // self._before[level] if level in self._before else 0
 
     def pairs(self, level: int, period: int) -> Pairs | None:
         """Bits of every value that is live before `level`, of its counterpart one period before, and their mask; None if the two places are not

@@ -127,7 +127,7 @@ class Problem:
     outline: Any = None  # see `hapx.synth.outline`; made when first searched
     sheet: Any = None  # see `hapx.synth.sheet`; made when first searched
     asked: Any = None  # see `hapx.synth.search.least`
-    widened: Any = None  # see `hapx.synth.search._found_by_wider`
+    widened: dict[Any, Any] = field(default_factory=dict)  # see `hapx.synth.search._found_by_wider`
 
 
 def build(

@@ -51,7 +51,8 @@ from hapx.synth.problem import Problem, StepClass
 from hapx.synth.sheet import Priced, Sheet, Weighted
 from hapx.synth.tables import TensorTable, bits
 
-LOSS = 1e-3  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over
+LOSS = (1e-3, 1e-2)  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over: of the last,
+LATE = 6  # and, where so many that follow were not alike, of those before them
 SLIGHT = (1e-12, 1e-2)  # part of what follows that where a parameter is must be able to cost, if a context is to say it, on one axis and on several
 DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
 GENERAL = -1  # whatever is available
@@ -336,7 +337,8 @@ class Relaxation:
         with np.errstate(invalid="ignore"):
             added = np.where(finite, left - right + (offsets[level] - offsets[later]), np.nan)
         least: Array = np.nanmin(added, axis=0)
-        return least if (np.nanmax(added, axis=0) - least <= LOSS * np.abs(least) + 1e-13 * (left[0] + offsets[level])).all() else None
+        loss = LOSS[self.repetition.rounds(later) >= LATE]
+        return least if (np.nanmax(added, axis=0) - least <= loss * np.abs(least) + 1e-13 * (left[0] + offsets[level])).all() else None
 
     def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use], offset: Array, last: bool = False) -> None:
         """The table before a step from that after it; `offset` is to be added to both. last: no uses later than these are priced."""

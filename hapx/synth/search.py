@@ -39,7 +39,7 @@ from hapx.restriction import AUTO, Restriction
 from hapx.states import Placement
 from hapx.synth.astar import TOLERANCE, Statistics, Width, beam, search
 from hapx.synth.conversions import conversions
-from hapx.synth.domain import State, Synthesis, moves_of
+from hapx.synth.domain import State, Synthesis
 from hapx.synth.effect import Vector, compose
 from hapx.synth.limited import fitting
 from hapx.synth.moves import Crowded
@@ -47,7 +47,7 @@ from hapx.synth.problem import Problem, build
 from hapx.synth.seeds import seeds
 from hapx.synth.splices import Splices
 from hapx.synth.tables import Values, numbered
-from hapx.synth.writer import Solution, choices_of, solution
+from hapx.synth.writer import Solution, solution
 from hapx.theory.triple import Theory
 
 NARROW, WIDTH = Width(1), Width(4)  # of the beams that a search begins with
@@ -67,7 +67,9 @@ WIDEST = ((Width(64), 0.0),)  # where memory binds in a problem of up to EXACT s
 PARTLY = ((WIDTH, NEAR),)  # and where sums of gradients count in part
 # where memory has prices in a larger one, on one axis and on several: what was found at other prices hardly leads anywhere else
 PRICED = (NARROW, WIDTH), (NARROW, Width(4, True))
-PACE = (300, BUDGET // 3)  # partial programs after which the search of a problem of more than EXACT steps is asked whether its budget leads anywhere
+# partial programs after which the search of a problem of more than EXACT steps is asked whether its budget leads anywhere, and, after the first of
+# these, a short one on several axes: where it did not come to its end, it never found anything
+PACE = (300, BUDGET // 3)
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WORTH = 0.25  # of the distance: what a beam may leave, which follows nothing that is not better by more
 WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
@@ -227,16 +229,17 @@ def _search(
     for width in widths:
         best = beam(domain, width, statistics, best, WORTH * within)
     own = Statistics()
-    short = problem.brief or problem.within > 0 or (problem.exposed < 1 and len(problem.theory.mesh.axes) > 1)
-    pace = PACE if len(problem.steps) > EXACT else ()
+    several = len(problem.theory.mesh.axes) > 1
+    short = problem.brief or problem.within > 0 or (problem.exposed < 1 and several)
+    pace = PACE if len(problem.steps) > EXACT else PACE[:1] if problem.brief and several else ()
     best = search(domain, own, best, min(budget, SHORT) if short else budget, within, problem.watch, pace, (known, SHORT))
     before = best
     far = best is not None and best.estimate * (1 - own.gap) > known
     if wide and not far and not problem.within and own.unproven and not _found_by_wider(domain, best):
-        best = _widened(domain, own, best, WIDE[len(problem.theory.mesh.axes) > 1] if problem.exposed == 1 else PARTLY, within)
+        best = _widened(domain, own, best, WIDE[several] if problem.exposed == 1 else PARTLY, within)
         if best is not None:
-            problem.widened = choices_of(moves_of(best)), problem.exposed, domain.moves.capacity, domain.moves.values.shares
-    solvable = not far and len(problem.theory.mesh.axes) == 1 and len(problem.steps) <= NEARLY[1] and tolerance is None and not short
+            problem.widened[problem.exposed, domain.moves.capacity] = best, domain.moves.values.shares
+    solvable = not far and not several and len(problem.steps) <= NEARLY[1] and tolerance is None and not short
     if best is not None and best is not before and solvable:
         best = _once_more(domain, own, best, within)
     statistics.add(own)
@@ -286,14 +289,17 @@ def _widened(
 
 
 def _found_by_wider(domain: Synthesis, best: State | None) -> bool:
-    """Whether a program of a larger problem is what wider beams had found before at nearly these shares: then they hardly find another one."""
+    """Whether wider beams found no better program of a larger problem at nearly these shares: then they hardly do here."""
     problem = domain.problem
-    if problem.widened is None or best is None or len(problem.steps) <= EXACT:
+    known = problem.widened.get((problem.exposed, domain.moves.capacity))
+    if known is None or best is None or len(problem.steps) <= EXACT:
         return False
-    choices, exposed, capacity, shares = problem.widened
+    found, shares = known
     own = domain.moves.values.shares
-    near = exposed == problem.exposed and capacity == domain.moves.capacity and all(np.allclose(own[c], shares[c], rtol=NEARBY, atol=0) for c in own)
-    return near and choices == choices_of(moves_of(best))
+    if not all(np.allclose(own[c], shares[c], rtol=NEARBY, atol=0) for c in own):
+        return False
+    again = domain.follow(found)
+    return again is not None and best.estimate <= again.estimate * (1 + TOLERANCE)
 
 
 def _once_more(domain: Synthesis, statistics: Statistics, best: State, within: float) -> State:

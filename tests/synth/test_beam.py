@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -28,13 +28,15 @@ class Leaf:
 
 @dataclass
 class Tree:
-    """Words over two letters. bound, guess: by word; what is not there is that of the longest word that is. leaping: words that lead to others."""
+    """Words over two letters. bound, guess: by word; what is not there is that of the longest word that is. leaping: words that lead to others.
+    repeating: levels at which what is good repeats itself."""
 
     depth: int
     bound: dict[str, float]
     guess: dict[str, float] = field(default_factory=dict)
     leaping: dict[str, str] = field(default_factory=dict)
     kinship: dict[str, int] = field(default_factory=dict)
+    repeating: frozenset[int] = frozenset()
     expanded: list[str] = field(default_factory=list)
 
     def start(self) -> Leaf:
@@ -50,8 +52,11 @@ class Tree:
         leaf = self._leaf(self.leaping[node.path])
         return [leaf] if leaf.estimate < limit else []
 
-    def leaps(self, node: Leaf, limit: float) -> Iterable[Leaf]:
-        return ()
+    def leaps(self, node: Leaf, limit: float) -> list[Leaf]:
+        return self.again(node, limit) or []
+
+    def settled(self, level: int) -> bool:
+        return level in self.repeating
 
     def dominates(self, a: Leaf, b: Leaf) -> bool:
         return False
@@ -114,6 +119,19 @@ def test_what_leaps_later_with_a_higher_bound_waits_at_its_level() -> None:
     assert found is not None and found.path == "baaabb"
     assert tree.expanded.index("aaaa") < tree.expanded.index("bb"), "followed at once"
     assert tree.expanded.index("baaab") > tree.expanded.index("bba"), "when the others are there"
+
+
+def test_where_all_repeats_itself_only_leaps_are_followed() -> None:
+    """Once there is one; that of another, with a higher bound, still is."""
+    bound = {"": 1.0, "a": 1.1, "b": 1.0, "aaa": 1.2, "aaab": 1.15, "ba": 1.1, "bb": 1.0, "baab": 1.05}
+    for repeating, found in ((frozenset[int](), "bb"), (frozenset({2}), "baab")):
+        tree = Tree(4, bound, leaping={"a": "aaab", "ba": "baab"}, repeating=repeating)
+        best = beam(tree, Width(4), Statistics())
+        assert best is not None and best.path.startswith(found)
+        assert ("bb" in tree.expanded) == (not repeating)
+    alone = Tree(4, bound, repeating=frozenset({2}))
+    best = beam(alone, Width(4), Statistics())
+    assert best is not None and best.path.startswith("bb"), "nothing leaps"
 
 
 @pytest.mark.parametrize("cost", (0.5, 7.0))
