@@ -39,8 +39,8 @@ class Batches:
         if self._mixing is not None:  # in parts of any size
             raise self._mixing
         graph = self._cut(number)
-        if self.number is None and _mixing(graph):
-            target, source = _mixing(graph)[0]
+        if self.number is None and (mixing := _mixing(graph)):
+            target, source = mixing[0]
             hint = "micro_batches=<a number> plans a pipeline all the same"
             self._mixing = PlanError(f"{target} mixes the samples of a batch", where=source, hint=hint)
             raise self._mixing
@@ -77,7 +77,8 @@ class Batches:
             except HapError:
                 return
             if attempt(replace(_of(setting, graph), repeats=number)) is None:
-                yield f"micro_batches={number}" + "".join(f" (with which {target} sees one micro-batch only)" for target, _ in _mixing(graph)[:1])
+                mixing = _mixing(graph)
+                yield f"micro_batches={number}" + (f" (with which {mixing[0][0]} sees one micro-batch only)" if mixing else "")
                 return
 
     def _cut(self, number: int) -> Graph:

@@ -1,0 +1,53 @@
+"""Steps that repeat themselves: how often they did before a level, and what beams make of it."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+import hapx.synth.domain
+from hapx.synth.astar import Statistics, Width, beam
+from hapx.synth.domain import Synthesis
+from hapx.synth.periods import Repetition
+from hapx.synth.problem import Problem
+from support.models import GPT
+from support.problems import problem_of
+
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def deep() -> tuple[Problem, Synthesis]:
+    model = GPT(13, 16, 2, LAYERS, 16)
+    problem, costs = problem_of(model, model.example(8), "rtx4090_rtx3060", "flat")
+    shares = dict.fromkeys(problem.cuts, costs.speeds)
+    return problem, Synthesis(problem, shares, None)
+
+
+def test_rounds_before_and_after_a_level(deep) -> None:
+    problem, _ = deep
+    repetition, kinds = Repetition(problem.steps), [s.kind for s in problem.steps]
+    several = [level for level in range(len(kinds)) if repetition.done(level) > 1]
+    for level in several:
+        period, done, left = repetition.before(level), repetition.done(level), repetition.rounds(level)
+        assert all(kinds[level + i * period] is kinds[level] for i in range(-done, left))
+        assert repetition.done(level - period) == done - 1
+    assert max(map(repetition.done, several)) >= LAYERS - 2
+    assert all(repetition.done(level) == 0 for level in range(len(kinds)) if repetition.before(level) == 0)
+
+
+@pytest.mark.parametrize("width", (Width(4), Width(8, apart=True)))
+def test_beams_follow_what_repeats_itself(deep, monkeypatch, width: Width) -> None:
+    """They find what they would find layer by layer, in no more steps."""
+    _, domain = deep
+    found = []
+    for settled in (2, inf):
+        monkeypatch.setattr(hapx.synth.domain, "SETTLED", settled)
+        statistics = Statistics()
+        best = beam(domain, width, statistics)
+        assert best is not None
+        found.append((best.estimate, statistics.expansions))
+    (early, few), (late, many) = found
+    assert early == pytest.approx(late, rel=1e-9)
+    assert few <= many
