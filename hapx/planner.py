@@ -9,6 +9,7 @@ Invariant: a candidate's time, memory and program are those of its integer lengt
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -332,8 +333,8 @@ def plan_module(
 ) -> Plan:  # fmt: skip
     """Captures a module and plans it: as one program on all devices, and, where the strategy allows several stages, as a pipeline. micro_batches: of
     a pipeline; 1: no pipeline; "auto": as many as suit, and no pipeline where an operator mixes the samples of a batch (batch norm, a contrastive
-    loss), since that would train differently. captures: of the same module, where some were begun before. Never reads or changes the
-    module's values."""
+    loss), since that would train differently. Where there can be one stage only, a number has no effect, and a warning says so. captures: of the
+    same module, where some were begun before. Never reads or changes the module's values."""
     if micro_batches != "auto" and (not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1):
         raise HapError(f"micro_batches={micro_batches!r}", where="plan", allowed='"auto", or a number that divides the batch')
     rule = with_remat(restriction(strategy), remat)  # wrong names are reported before the long part
@@ -347,8 +348,11 @@ def plan_module(
     if isinstance(micro_batches, int) and graph.batch % micro_batches:
         raise HapError(f"micro_batches={micro_batches}", where="plan", allowed=f"a divisor of the batch of {graph.batch}")
 
-    number = micro_batches if isinstance(micro_batches, int) else None
-    batches = Batches(captures, graph, number, in_parts=may_have_stages(rule, cluster))
+    number, in_parts = micro_batches if isinstance(micro_batches, int) else None, may_have_stages(rule, cluster)
+    if number is not None and number > 1 and not in_parts:
+        one = "one device" if cluster.num_devices == 1 else f"strategy {rule.name!r}" if rule.max_stages == 1 else "a given mesh or given ratios"
+        warnings.warn(f"micro_batches={number} has no effect: {one} means one stage, which runs the whole batch at once", stacklevel=2)
+    batches = Batches(captures, graph, number, in_parts=in_parts)
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
 
     def whole(tell: Callable[[float], None] = lambda _: None) -> Plan:
