@@ -287,7 +287,9 @@ def plan_graphs(
     try:
         setting, best = _with_remat(asked, counters, tell=tell)
     except InsufficientMemoryError as error:
-        raise advised(error, asked, fits_somehow) if advise else error from None
+        if not advise:
+            raise
+        raise advised(error, asked, fits_somehow) from None
     told = {"capture_time": capture_time, "coverage": coverage(setting.graph).as_dict(), **counters.as_dict()}
     plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, told)
     for graph, key in zip(graphs[1:], named[1:], strict=True):
@@ -361,16 +363,16 @@ def plan_module(
             advise=False, tell=tell,
         )  # fmt: skip
 
-    from hapx.fewer import with_fewer
-    from hapx.inter_op import plan_with_stages
-
-    one_stage = rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1
     try:
-        plan = whole() if one_stage else plan_with_stages(asked, whole, batches.part, number)
+        if rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1:
+            return whole()
+        from hapx.inter_op import plan_with_stages
+
+        plan = plan_with_stages(asked, whole, batches.part, number)
     except InsufficientMemoryError as error:
         raise advised(error, asked, fits_somehow, batches.that_fit) from None
-    if one_stage:
-        return plan
+    from hapx.fewer import with_fewer
+
     if "coverage" not in plan.statistics:  # a pipeline has it from the plan of one stage, if that was waited for
         plan = replace(plan, statistics={"capture_time": captured, "coverage": coverage(graph).as_dict(), **plan.statistics})
     return with_fewer(asked, plan)

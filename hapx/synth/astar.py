@@ -76,8 +76,8 @@ class Domain(Protocol[N]):
 class Statistics:
     """expansions: nodes expanded; generated: nodes made; kept: those that the frontier of a search took in; dominated, bounded: dropped by the two
     rules (bounded: also decisions that were not followed for it); unfit: dropped for a limit of the domain (memory); cut: dropped without proof, by
-    the width of a beam or with the budget; unproven: searches that ended with their budget; gap: by how much, relative, a solution may be above
-    the best one, the largest of all."""
+    the width of a beam, where a beam follows only what repeats itself, or with the budget; unproven: searches that ended with their budget; gap: by
+    how much, relative, a solution may be above the best one, the largest of all."""
 
     expansions: int = 0
     generated: int = 0
@@ -222,6 +222,7 @@ def _followed(domain: Domain[N], width: Width, statistics: Statistics, nodes: li
         for node in nodes:
             statistics.expansions += 1
             repeated = domain.leaps(node, limit) if settled else domain.again(node, limit)
+            statistics.cut += settled and not repeated
             for successor in domain.successors(node, limit, width.nodes + 2) if repeated is None else repeated:
                 statistics.generated += 1
                 ahead = waiting if successor.level == node.level + 1 else leapt
