@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.optimize import linprog
+from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from hapx.cost.model import StepCost
@@ -177,12 +177,13 @@ class _Model:
         return self._solved()
 
     def _solved(self) -> dict[Row, Vector] | None:
-        a, b = self._matrix(self.entries, len(self.upper)), np.array(self.upper)
-        equal = [(i, self.column[r, j], float(n)) for i, r in enumerate(self.rows) for j, n in enumerate(self.sizes)]
-        result = linprog(
-            self.cost, A_ub=a if self.upper else None, b_ub=b if self.upper else None,
-            A_eq=self._matrix(equal, len(self.rows)), b_eq=np.ones(len(self.rows)), bounds=(0, None), method="highs",
-        )  # fmt: skip
+        height, more = len(self.upper), len(self.rows)
+        equal = [(height + i, self.column[r, j], float(n)) for i, r in enumerate(self.rows) for j, n in enumerate(self.sizes)]
+        i, j, v = zip(*self.entries, *equal, strict=True)
+        rows = coo_array((v, (i, j)), shape=(height + more, len(self.cost))).tocsc()
+        lower, upper = np.array([-np.inf] * height + [1.0] * more), np.array(self.upper + [1.0] * more)
+        # HiGHS, as `linprog` has it, which takes half as long again to hand over a program of this size
+        result = milp(np.array(self.cost), constraints=LinearConstraint(rows, lower, upper), bounds=Bounds(0, np.inf))
         if result.status == 2:
             return None
         assert result.status == 0, f"the linear program has a solution: {result.message}"
@@ -191,10 +192,6 @@ class _Model:
             share = np.clip([result.x[self.column[r, j]] for j in range(self.kinds)], 0.0, None)
             found[r] = share / (share * self.sizes).sum()
         return found
-
-    def _matrix(self, entries: list[tuple[int, int, float]], height: int) -> coo_array:
-        i, j, v = zip(*entries, strict=True) if entries else ((), (), ())
-        return coo_array((v, (i, j)), shape=(height, len(self.cost))).tocsr()
 
     def _variable(self, cost: float) -> int:
         self.cost.append(cost)

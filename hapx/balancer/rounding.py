@@ -12,6 +12,7 @@ Invariant: lengths are whole, not negative, and sum to the units; equal cuts hav
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heapify, heapreplace
 
 import numpy as np
 
@@ -34,9 +35,11 @@ def per_device(shares: Sequence[float], kinds: Sequence[Sequence[int]]) -> tuple
 def deal(units: int, shares: Sequence[float]) -> tuple[int, ...]:
     """`units` dealt out in proportion to shares, by largest remainder (the first of equal ones)."""
     exact, lengths = _floors(units, shares)
-    order = sorted(range(len(shares)), key=lambda i: (lengths[i] - exact[i], i))
-    for i in order[: units - sum(lengths)]:
-        lengths[i] += 1
+    left = units - sum(lengths)
+    if left:
+        more = [n - x for n, x in zip(lengths, exact, strict=True)]
+        for i in sorted(range(len(more)), key=more.__getitem__)[:left]:
+            lengths[i] += 1
     return tuple(lengths)
 
 
@@ -44,18 +47,21 @@ def level(units: int, shares: Sequence[float]) -> tuple[int, ...]:
     """`units` dealt out such that the fullest device, measured by its share, is as little full as can be: by floors, then one by one to whom one more
     fills least. With few units that is not in proportion: of 16 units for shares of 4, 4, 1, 1 and 1 it is 7, 6, 1, 1, 1 instead of 6, 6, 2, 1, 1."""
     exact, lengths = _floors(units, shares)
-    takers = [i for i, x in enumerate(exact) if x > 0]
+    takers = [((lengths[i] + 1) / x, i) for i, x in enumerate(exact) if x > 0]
+    heapify(takers)
     for _ in range(units - sum(lengths)):
-        lengths[min(takers, key=lambda i: ((lengths[i] + 1) / exact[i], i))] += 1
+        _, i = takers[0]
+        lengths[i] += 1
+        heapreplace(takers, ((lengths[i] + 1) / exact[i], i))
     return tuple(lengths)
 
 
 def _floors(units: int, shares: Sequence[float]) -> tuple[list[float], list[int]]:
     """`units` in proportion to shares, exactly and rounded down."""
     total = float(sum(shares))
-    assert total > 0 and all(s >= 0 for s in shares), f"shares {shares} cannot deal out anything"
+    assert total > 0 and min(shares) >= 0, f"shares {shares} cannot deal out anything"
     exact = [units * s / total for s in shares]
-    return exact, [int(np.floor(x + 1e-9)) for x in exact]
+    return exact, [int(x + 1e-9) for x in exact]
 
 
 def fullest(lengths: Sequence[int], shares: Sequence[float]) -> float:
@@ -65,7 +71,24 @@ def fullest(lengths: Sequence[int], shares: Sequence[float]) -> float:
 
 def round_ratios(ratios: Mapping[Row, Sequence[float]], cuts: Iterable[Cut]) -> Lengths:
     """Lengths of every cut by largest remainder; `ratios` are per coordinate."""
-    return {cut: deal(cut.units, ratios[cut.row]) for cut in cuts}
+    return _each(deal, ratios, cuts)
+
+
+def level_ratios(ratios: Mapping[Row, Sequence[float]], cuts: Iterable[Cut]) -> Lengths:
+    """The same, with every device as little full as can be."""
+    return _each(level, ratios, cuts)
+
+
+def _each(way: Callable[[int, Sequence[float]], tuple[int, ...]], ratios: Mapping[Row, Sequence[float]], cuts: Iterable[Cut]) -> Lengths:
+    """Lengths of every cut; cuts of equal rows and units have the same."""
+    known: dict[tuple[Row, int], tuple[int, ...]] = {}
+    found: Lengths = {}
+    for cut in cuts:
+        key = cut.row, cut.units
+        if key not in known:
+            known[key] = way(cut.units, ratios[cut.row])
+        found[cut] = known[key]
+    return found
 
 
 def improve(
