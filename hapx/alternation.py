@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hapx.balancer.lp import Objective, balance, objective
-from hapx.balancer.rounding import Lengths, fit, fullest, improve, level, per_device, round_ratios
+from hapx.balancer.rounding import Lengths, fit, fullest, improve, level_ratios, per_device, round_ratios
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
@@ -60,6 +60,7 @@ UNLEVEL = 1.1  # how much fuller rounding may make the fullest device before len
 MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not believed to be that far from the true one
 MUCH = 20_000  # partial programs, after which a problem is not also searched as strategies by name:
 BY_NAME = ("tensor-parallel", "zero")
+NAMED = 3  # programs of each of them that are candidates
 
 _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 
@@ -329,15 +330,16 @@ class Alternation:
             with suppress(InsufficientMemoryError, PlanError):  # something else fits
                 other = Alternation(replace(self.setting, rule=own, old=None), self.theory, self.counters, self.told, costs=self.costs)
                 other._meet(min(known, before))
-                found = min(other.found.values(), key=attrgetter("cost"), default=None)
-                if found is None or found.cost >= before:
-                    continue
-                shares = self._by_kind(found.shares)
-                lengths = self._lengths(shares) | dict(found.lengths)  # of all cuts that there are here
-                bound = least(self.problem, self.costs.lengths_to_shares(lengths))  # what is proven there is of fewer programs
-                self.found[(name,)] = replace(found, lengths=lengths, gap=max(0.0, 1 - bound / found.cost))
                 self.goals |= other.goals
-                self._alternate(shares, known, lengths)
+                of_program = {id(c.program): c for c in sorted(other.found.values(), key=lambda c: -c.cost)}
+                # the cheapest ones, of which the simulator may like another best
+                for found in sorted(of_program.values(), key=attrgetter("cost"))[:NAMED]:
+                    lengths = self._lengths(self._by_kind(found.shares)) | dict(found.lengths)  # of all cuts that there are here
+                    bound = least(self.problem, self.costs.lengths_to_shares(lengths))  # what is proven there is of fewer programs
+                    self.found[name, id(found.program)] = replace(found, lengths=lengths, gap=max(0.0, 1 - bound / found.cost))
+                best = self._best()
+                if best.cost < before:
+                    self._alternate(self._by_kind(best.shares), known, best.lengths)
 
     def _prove(self, before: Candidate, known: float) -> None:
         """Searches to the end where short searches have found the best program; unless that is hardly better than `before`, of which more is proven:
@@ -476,7 +478,7 @@ class Alternation:
         program that uses such a cut looks slower than it is once its lengths are improved."""
         per = {row: per_device(shares.tolist(), self.kinds) for row, shares in ratios.items()}
         rounded = self._lengths(ratios)
-        levelled = {c: level(c.units, per[c.row]) for c in self.cuts if c not in self.fixed}
+        levelled = level_ratios(per, [c for c in self.cuts if c not in self.fixed])
         much = any(fullest(rounded[c], per[c.row]) > UNLEVEL * fullest(own, per[c.row]) for c, own in levelled.items())
         return rounded | levelled if much else None
 
