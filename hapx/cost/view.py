@@ -63,7 +63,7 @@ class View:
     def _numbers(self) -> dict[str, tuple[object, ...]]:
         """What the costs see of each device type."""
         return {
-            name: (tuple(sorted(t.flops.items())), t.efficiency, t.kernel_latency, t.memory, t.memory_bandwidth)
+            name: (tuple(sorted(t.flops.items())), t.efficiency, t.kernel_latency, t.memory, t.memory_bandwidth, t.is_cpu)
             for name, t in self.cluster.device_types.items()
         }
 
@@ -95,8 +95,8 @@ class View:
         return len(self.kinds)
 
     def worst(self, number: Callable[[int], float], worst: Callable[[Sequence[float]], float] = max) -> tuple[float, ...]:
-        """Per kind, the worst of a number of its devices (they differ only where no axis is uneven)."""
-        return tuple(float(worst([number(d) for d in devices])) for devices in self.devices)
+        """Per kind, the worst of a number of the devices at its first coordinate: at the others they are alike."""
+        return tuple(float(worst([number(d) for d in self._at[kind[0]]])) for kind in self.kinds)
 
     def constant(self, value: float) -> Piece:
         """A piece with the same value on every kind."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
+from random import Random
 
 import numpy as np
 import pytest
 
+from hapx.cost.network import Network
 from hapx.cost.view import View
 from hapx.layout import local_shape
 from hapx.plan import Axis, Mesh
+from hapx.planner import views
+from hapx.restriction import AUTO
 from hapx.states import REPLICATED, Cut, Placement
 from support.theories import cluster, device_type, flat, placed, split, two_level
 
@@ -100,3 +105,19 @@ def test_work_nests_as_the_tensors_do():
     assert view.work(cuts, [nested]) == view.fraction(nested)
     assert view.work(cuts, [apart]).const == (0.0, 0.0)
     assert view.work((None, None), [nested]) == view.fraction(Placement((REPLICATED, REPLICATED)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_devices_of_a_kind_have_the_same_links(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links are looked up for the first coordinate of a kind only."""
+    random = Random(seed)
+    sizes = random.choices((1, 2, 2, 3, 4), k=random.randint(1, 4))
+    machines = [[random.choice(("fast", "slow"))] * n if random.random() < 0.7 else random.choices(("fast", "slow"), k=n) for n in sizes]
+    plain = cluster([tuple(m) for m in machines], [FAST, SLOW])
+    quick = [replace(m, intra=replace(m.intra, bandwidth=random.choice((1, 4)) * m.intra.bandwidth)) for m in plain.machines]
+    of = replace(plain, machines=tuple(quick))
+    for mesh in views(of, AUTO):
+        found = Network(View(mesh, of)).axes
+        with monkeypatch.context() as patch:
+            patch.setattr(View, "worst", lambda view, number, worst=max: tuple(float(worst(map(number, own))) for own in view.devices))
+            assert found == Network(View(mesh, of)).axes
