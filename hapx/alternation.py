@@ -405,7 +405,7 @@ class Alternation:
         counts: at those where everything begins), and at its own. None where the bound says that all programs take more than `above` then. What
         is known of all sums stays as it is."""
         start = self._by_kind(self._best().shares) if part else self._starts()[0]
-        known = self.found, self.searched, self.prices, self.fitting.limits
+        known, programs = (self.found, self.searched, self.prices, self.fitting.limits), list(self.problem.programs)
         self.found, self.searched, self.problem.exposed = {}, set(), part
         try:
             with suppress(InsufficientMemoryError):  # something else fits
@@ -413,7 +413,7 @@ class Alternation:
             return list(self.found.values())
         finally:
             self.found, self.searched, self.prices, self.fitting.limits = known
-            self.problem.exposed = 1.0
+            self.problem.exposed, self.problem.programs[:] = 1.0, programs
 
     def _best(self) -> Candidate:
         return min(self.found.values(), key=attrgetter("cost"))

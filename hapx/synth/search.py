@@ -64,7 +64,7 @@ NEAR = 0.01  # what may be left to the bound without another beam
 # of those that follow where a search ends with its budget, if more than this is left; on meshes of one axis and of several,
 WIDE = (((Width(16), 0.0), (Width(8, True), NEAR)), ((Width(4, True), 0.0), (Width(8, True), NEAR / 2), (Width(12), NEAR)))
 WIDEST = ((Width(64), 0.0),)  # where memory binds in a problem of up to EXACT steps,
-PARTLY = ((WIDTH, NEAR),)  # and where sums of gradients count in part
+PARTLY = ((WIDTH, NEAR), (Width(12), NEAR))  # and where sums of gradients count in part
 # where memory has prices in a larger one, on one axis and on several: what was found at other prices hardly leads anywhere else
 PRICED = (NARROW, WIDTH), (NARROW, Width(4, True))
 # partial programs after which the search of a problem of more than EXACT steps is asked whether its budget leads anywhere, and, after the first of
@@ -289,14 +289,14 @@ def _widened(
 
 
 def _found_by_wider(domain: Synthesis, best: State | None) -> bool:
-    """Whether wider beams found no better program of a larger problem at nearly these shares: then they hardly do here."""
+    """Whether wider beams found no better program of a larger problem where computing was shared out nearly as here: then they hardly do here."""
     problem = domain.problem
     known = problem.widened.get((problem.exposed, domain.moves.capacity))
     if known is None or best is None or len(problem.steps) <= EXACT:
         return False
     found, shares = known
     own = domain.moves.values.shares
-    if not all(np.allclose(own[c], shares[c], rtol=NEARBY, atol=0) for c in own):
+    if not all(np.allclose(own[c], shares[c], rtol=NEARBY, atol=0) for c in own if c.row.kind == "compute"):
         return False
     again = domain.follow(found)
     return again is not None and best.estimate <= again.estimate * (1 + TOLERANCE)
