@@ -76,12 +76,14 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: 
 
     without = _times(counters)
     full: list[tuple[Candidate, Setting, Times]] = []
+    too_few = 0, _fullest(free)
     for most, graph in _thrifty(setting.graph):
         own = replace(setting, graph=graph)
         best = unlimited(own, meshes)
         if best.fits:
-            _with_fewer(setting, most, free, best, unlimited)
+            _with_fewer(setting, most, too_few, best, unlimited)
             break
+        too_few = most, _fullest(best)
         full.append((best, own, _times(told[-1])))
         if len(full) == 1:
             limited(setting, without)
@@ -128,20 +130,20 @@ def roomy(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, p
     return replace(found, costs=found.costs.changed(cluster=setting.cluster))
 
 
-def _with_fewer(setting: Setting, most: int, free: Candidate, thrifty: Candidate, unlimited: Unlimited) -> None:
+def _with_fewer(setting: Setting, most: int, too_few: tuple[int, float], thrifty: Candidate, unlimited: Unlimited) -> None:
     """Looks with fewer than `most` blocks for what fits, on the view that is best with these: first with as many as bytes say, as peaks are nearly
-    linear."""
-    none, needs, least = 0, _fullest(free), _fullest(thrifty)
+    linear. too_few: with so many blocks the fullest device needs so much of what there is."""
+    (few, needs), least = too_few, _fullest(thrifty)
     for _ in range(TRIES):
-        if most - none < 2:
+        if most - few < 2:
             break
-        number = min(max(none + ceil((most - none) * (needs - 1) / max(needs - least, 1e-9)), none + 1), most - 1)
+        number = min(max(few + ceil((most - few) * (needs - 1) / max(needs - least, 1e-9)), few + 1), most - 1)
         graph = with_blocks(setting.graph, number)
-        best = unlimited(replace(setting, graph=graph), [thrifty.mesh]) if graph is not setting.graph else free  # so few may save nothing
-        if best.fits:
+        best = unlimited(replace(setting, graph=graph), [thrifty.mesh]) if graph is not setting.graph else None  # so few may save nothing
+        if best is not None and best.fits:
             most, least = number, _fullest(best)
         else:
-            none, needs = number, _fullest(best)
+            few, needs = number, _fullest(best) if best is not None else needs
 
 
 def _fullest(candidate: Candidate) -> float:

@@ -277,6 +277,24 @@ def test_where_all_blocks_do_not_suffice_other_numbers_are_tried_if_little_lacks
     assert (len(limited) > 2) is several
 
 
+def test_where_all_blocks_but_the_last_one_do_not_suffice_no_fewer_are_tried() -> None:
+    large = GPT(600, 4, 1, LAYERS, 8)  # a head that needs more than a block, for which also the last one gives way
+    captured = discover(capture(large, large.example(16)))
+    peaks = [max(plan_graphs([with_blocks(captured, n)], devices("1 GiB"), strategy=replace(DP, remat="none")).memory) for n in (LAYERS - 1, LAYERS)]
+    assert peaks[1] < peaks[0]
+    cluster, rule = devices(round(sum(peaks) / 2 / 0.9)), replace(DP, remat="auto")
+    setting = Setting(captured, key_of(captured), cluster, rule, "fp32", "adamw")
+    planned: list[int] = []
+
+    def plan_one(own: Setting, counters: Counters, on: Sequence[Mesh] | None) -> list[Candidate]:
+        planned.extend([] if own.tight else [chosen_blocks(own.graph)])
+        return plan_spmd(own, counters, on)
+
+    chosen, _ = fastest(setting, Counters(), views(cluster, rule), plan_one)
+    assert chosen_blocks(chosen.graph) == LAYERS
+    assert planned == [0, LAYERS - 1, LAYERS]
+
+
 def test_the_error_says_what_there_really_is() -> None:
     """However far from enough it is (a mistyped unit); and what is lacking where as many blocks as there are are computed again."""
     with pytest.raises(InsufficientMemoryError, match=r"KiB there .* and 270 B is free") as auto:
