@@ -32,7 +32,7 @@ from hapx.cost.terms import Vector
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.fitting import Fitting
 from hapx.ir import Graph
-from hapx.lower import Candidate
+from hapx.lower import Candidate, at_their_best
 from hapx.plan import Mesh, Plan, ProgramKey
 from hapx.progress import Teller, Watcher
 from hapx.restriction import AUTO, BASELINES, Restriction
@@ -331,9 +331,7 @@ class Alternation:
                 other = Alternation(replace(self.setting, rule=own, old=None), self.theory, self.counters, self.told, costs=self.costs)
                 other._meet(min(known, before))
                 self.goals |= other.goals
-                of_program = {id(c.program): c for c in sorted(other.found.values(), key=lambda c: -c.cost)}
-                # the cheapest ones, of which the simulator may like another best
-                for found in sorted(of_program.values(), key=attrgetter("cost"))[:NAMED]:
+                for found in at_their_best(other.found.values())[:NAMED]:  # of which the simulator may like another one than the cheapest
                     lengths = self._lengths(self._by_kind(found.shares)) | dict(found.lengths)  # of all cuts that there are here
                     bound = least(self.problem, self.costs.lengths_to_shares(lengths))  # what is proven there is of fewer programs
                     self.found[name, id(found.program)] = replace(found, lengths=lengths, gap=max(0.0, 1 - bound / found.cost))
@@ -405,15 +403,15 @@ class Alternation:
         counts: at those where everything begins), and at its own. None where the bound says that all programs take more than `above` then. What
         is known of all sums stays as it is."""
         start = self._by_kind(self._best().shares) if part else self._starts()[0]
-        known, programs = (self.found, self.searched, self.prices, self.fitting.limits), list(self.problem.programs)
+        known = self.found, self.searched, self.prices, self.fitting.limits, list(self.problem.programs)
         self.found, self.searched, self.problem.exposed = {}, set(), part
         try:
             with suppress(InsufficientMemoryError):  # something else fits
                 self._alternate(start, inf, above=above, most=1)
             return list(self.found.values())
         finally:
-            self.found, self.searched, self.prices, self.fitting.limits = known
-            self.problem.exposed, self.problem.programs[:] = 1.0, programs
+            self.found, self.searched, self.prices, self.fitting.limits, self.problem.programs = known
+            self.problem.exposed = 1.0
 
     def _best(self) -> Candidate:
         return min(self.found.values(), key=attrgetter("cost"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,13 @@ class Candidate:
     def fits(self) -> bool:
         """Whether the peak fits on every kind of devices."""
         return bool((self.peak <= np.asarray(self.exact.capacity) * (1 + 1e-9)).all())
+
+
+def at_their_best(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The cheapest candidate of every program, the cheapest program first."""
+    found = sorted(candidates, key=attrgetter("cost"))
+    of_program = {id(c.program): c for c in reversed(found)}
+    return sorted(of_program.values(), key=attrgetter("cost"))
 
 
 def lower(

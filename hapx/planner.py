@@ -32,7 +32,7 @@ from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.graph.borders import candidate_segments, carried, numbered
 from hapx.ir import Graph
-from hapx.lower import Candidate, extended, lower
+from hapx.lower import Candidate, at_their_best, extended, lower
 from hapx.overlap import overlapped
 from hapx.plan import Axis, Mesh, Plan, ProgramKey, key_of
 from hapx.processes import without_collections
@@ -186,8 +186,7 @@ def _ranked(found: Sequence[Candidate], old: Sequence[Candidate], timed: Simulat
     them."""
     found = sorted(found, key=lambda c: c.cost)
     of_view = {c.mesh.name: c for c in reversed(found)}
-    of_program = {id(c.program): c for c in reversed(found)}
-    programs = sorted(of_program.values(), key=lambda c: c.cost)
+    programs = at_their_best(found)
     chosen = sorted({id(c): c for c in [*of_view.values(), *found[:SIMULATED], *programs[:SIMULATED], *old]}.values(), key=lambda c: c.cost)
     return sorted(map(timed, chosen), key=_by_simplicity)
 

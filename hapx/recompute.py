@@ -139,11 +139,14 @@ def _with_fewer(setting: Setting, most: int, too_few: tuple[int, float], thrifty
             break
         number = min(max(few + ceil((most - few) * (needs - 1) / max(needs - least, 1e-9)), few + 1), most - 1)
         graph = with_blocks(setting.graph, number)
-        best = unlimited(replace(setting, graph=graph), [thrifty.mesh]) if graph is not setting.graph else None  # so few may save nothing
-        if best is not None and best.fits:
+        if graph is setting.graph:  # so few save nothing
+            few = number
+            continue
+        best = unlimited(replace(setting, graph=graph), [thrifty.mesh])
+        if best.fits:
             most, least = number, _fullest(best)
         else:
-            few, needs = number, _fullest(best) if best is not None else needs
+            few, needs = number, _fullest(best)
 
 
 def _fullest(candidate: Candidate) -> float:

@@ -1,7 +1,7 @@
 """Balancing: the best ratios of a fixed program, by linear programming (HAP section 5).
 
     minimise   t(Q, B) = sum_i n_i (comm_i(B) + max_j comp_ij(B)) + synchronisation(B)          over B
-    subject to sum_j sizes_j B_rj = 1, B >= 0      for every ratio row r            (`_rows`)
+    subject to sum_j sizes_j B_rj = 1, B >= 0      for every ratio row r            (`_solved`)
                memory_j(B) <= capacity_j           for every kind of devices j      (`_memory`)
 
 B_rj is the share of row r on one device of kind j; i runs over the distinct phases, n_i is how often each occurs. Every term is a maximum of
@@ -180,10 +180,10 @@ class _Model:
         height, more = len(self.upper), len(self.rows)
         equal = [(height + i, self.column[r, j], float(n)) for i, r in enumerate(self.rows) for j, n in enumerate(self.sizes)]
         i, j, v = zip(*self.entries, *equal, strict=True)
-        rows = coo_array((v, (i, j)), shape=(height + more, len(self.cost))).tocsc()
+        matrix = coo_array((v, (i, j)), shape=(height + more, len(self.cost))).tocsc()
         lower, upper = np.array([-np.inf] * height + [1.0] * more), np.array(self.upper + [1.0] * more)
         # HiGHS, as `linprog` has it, which takes half as long again to hand over a program of this size
-        result = milp(np.array(self.cost), constraints=LinearConstraint(rows, lower, upper), bounds=Bounds(0, np.inf))
+        result = milp(np.array(self.cost), constraints=LinearConstraint(matrix, lower, upper), bounds=Bounds(0, np.inf))
         if result.status == 2:
             return None
         assert result.status == 0, f"the linear program has a solution: {result.message}"

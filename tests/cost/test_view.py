@@ -37,6 +37,10 @@ def test_types_with_equal_numbers_are_one_kind():
     assert View(flat(2), cluster([("fast",), ("twin",)], [FAST, device_type("twin", 4e12)])).kinds == ((0, 1),)
 
 
+def test_a_processor_is_another_kind_than_an_accelerator_with_its_numbers():
+    assert View(flat(2), cluster([("fast",), ("cpu",)], [FAST, device_type("cpu", 4e12)])).kinds == ((0,), (1,))
+
+
 def test_without_an_uneven_axis_there_is_one_kind_as_slow_as_the_slowest():
     even = Mesh("even", (Axis("devices", 6, "devices"),), tuple(range(6)), None)
     view = View(even, MIXED)
