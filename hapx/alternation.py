@@ -104,7 +104,7 @@ class Setting:
         start: ratios to begin with, instead of the usual ones.
         progress: is told what is done. forbidden: choices that are left out.
         strict: the peak of every program is looked at, not only of those that come near the capacity.
-        tight: it is known that what would be fastest does not fit.
+        tight: it is known that what would be fastest does not fit. beside: seconds of what was found otherwise; what is far slower is not improved.
         old: a plan of the same restriction; where its mesh is tried again, it is a start and a candidate.
         within: relative distance from the optimum at which searches may end, if they need not be exact.
         repeats, in_flight: of a stage, how many micro-batches it runs per iteration, and how many of them it keeps at once.
@@ -123,6 +123,7 @@ class Setting:
     forbidden: Forbidden = NOTHING
     strict: bool = False
     tight: bool = False
+    beside: float = inf
     old: Plan | None = None
     repeats: int = 1
     in_flight: int = 1

@@ -1,4 +1,5 @@
-"""A program that was found on one mesh, carried to another: to other devices, to more or fewer of them, to another size of the batch.
+"""A program that was found on one mesh, carried to another: to other devices, to more or fewer of them, to another size of the batch; or to where
+other blocks are computed again in backward.
 
 In: a candidate of the planner, a theory of the same model on a mesh with as many axes, a cluster. Out: the candidate there, or None where it cannot
 be said which triples are the same ones. Nothing is searched: a carried program is one of the space, perhaps not its best one.
@@ -12,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from hapx.balancer.lp import Objective, objective
 from hapx.balancer.rounding import round_ratios
 from hapx.cluster.spec import ClusterSpec
-from hapx.cost.model import CostModel
+from hapx.cost.model import CommunicationCost, CostModel, StepCost
+from hapx.cost.terms import Vector
 from hapx.ir import Graph, OpCall
 from hapx.lower import Candidate
 from hapx.plan import Communication, Instruction, Mesh, Program, Triple
@@ -74,6 +77,36 @@ def _appearance(mesh: Mesh, cluster: ClusterSpec) -> list[tuple[str, ...]]:
     for d in mesh.devices:
         types[mesh.coordinates(d)[mesh.uneven]][cluster.devices[d].type] = None
     return [tuple(sorted(t)) for t in types]
+
+
+def again(known: Candidate, graph: Graph) -> Candidate:
+    """The same program on the candidate's own graph with other regions that are computed again. Its cost and time are not known."""
+    theory = replace(known.theory, graph=replace(graph, segment_of=known.theory.graph.segment_of))
+    return replace(known, theory=theory, costs=_of_graph(known.costs, theory), cost=0.0, time=0.0)
+
+
+# ---- what it costs -------------------------------------------------------------------------------------------------------------------------------
+
+
+def costed(known: Candidate) -> Candidate:
+    """With its seconds by the additive cost."""
+    cost = _objective(known).time(known.costs.lengths_to_shares(known.lengths))
+    return replace(known, cost=cost, time=cost)
+
+
+def summed(known: Candidate) -> Vector:
+    """Bytes per kind, as the search adds them up."""
+    return _objective(known).memory(known.costs.lengths_to_shares(known.lengths))
+
+
+def _objective(known: Candidate) -> Objective:
+    """Of what each instruction costs, the update of every parameter, and what is stored."""
+    costs, refs, storage = known.costs, known.costs.graph.refs, known.storage_of
+    steps = [costs.step(i.triple) for i in known.program.instructions]
+    if costs.mode == "train":
+        updates = [costs.update(refs[name], placement) for name, placement in storage.items() if refs[name].requires_grad]
+        steps += [StepCost(None, None, (CommunicationCost("synchronise", update, False),), None) for update in updates]
+    return objective(steps, [costs.storage(refs[name], placement) for name, placement in storage.items()], len(costs.kinds))
 
 
 # ---- to another graph ----------------------------------------------------------------------------------------------------------------------------
@@ -218,7 +251,11 @@ def renamed(known: Candidate, graph: Graph) -> Candidate:
     have = {p.tensor: p for p in map(named, known.program.needs)}
     needs = tuple(have[name] for name in graph.refs if name in have)
     program = replace(known.program, instructions=instructions, needs=needs, gives=tuple(map(named, known.program.gives)))
-    own = known.costs
-    costs = CostModel(theory, own.cluster, own.precision, own.optimizer, own.mode, repeats=own.repeats, in_flight=own.in_flight)
+    costs = _of_graph(known.costs, theory)
     placed = {names[n]: p for n, p in known.storage_of.items() if n in names}
     return replace(known, theory=theory, costs=costs, program=program, storage_of=placed)
+
+
+def _of_graph(own: CostModel, theory: Theory) -> CostModel:
+    """As a model of another graph, whose theory it is."""
+    return CostModel(theory, own.cluster, own.precision, own.optimizer, own.mode, repeats=own.repeats, in_flight=own.in_flight)

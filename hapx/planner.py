@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hapx.advice import advised
-from hapx.alternation import FEW_STEPS, MAY_FIT, Alternation, Counters, Setting, needless
+from hapx.alternation import FEW_STEPS, HOPELESS, MAY_FIT, Alternation, Counters, Setting, needless
 from hapx.balancer.borders import WORTH, Freed, free_borders
 from hapx.balancer.rounding import per_device
 from hapx.balancer.untied import Untied
@@ -114,7 +114,7 @@ def plan_spmd(
         if setting.tight and not found and _far_too_large(setting, failures):
             break
         began = time.perf_counter()
-        known = min((c.cost for c in found), default=float("inf"))
+        known = min((c.cost for c in found), default=inf)
         told = Teller(setting.progress, counters.search, mesh.name, number, len(allowed), known)
         told("deriving rules")
         kind = len(mesh.axes), mesh.uneven
@@ -140,6 +140,8 @@ def plan_spmd(
         raise min((f for f in failures if isinstance(f, InsufficientMemoryError)), key=attrgetter("times"), default=failures[0])
     timed = Simulated(counters)
     ranked = _ranked(found, old, timed)
+    if ranked[0].time > HOPELESS * setting.beside:
+        return ranked
     hiding = _overlapped(setting, alternations, ranked, timed, counters)
     old += hiding
     ranked = _ranked(found, old, timed) if hiding else ranked

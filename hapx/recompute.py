@@ -3,7 +3,8 @@
 In: a setting, and the planner. Out: the fastest candidate that was found, and its setting. The model is first planned as if memory were no matter: if
 that fits, it is the answer, because a relaxation's optimum that is feasible is optimal. Else compared are, by the simulator,
 
-- the fewest blocks computed again with which what would be fastest without limits fits (they are the first ones, see `hapx.cost.remat`);
+- the fewest blocks computed again with which what would be fastest without limits fits (they are the first ones, see `hapx.cost.remat`): the peak
+  of the best program so far, with other numbers of blocks, says how many these may be;
 - none of them with memory as a limit (parameters in shards, uneven shares);
 - where as many as there are do not suffice, so many of them with memory as a limit;
 
@@ -14,29 +15,31 @@ Recomputing costs a part of forward, sharded parameters cost communication: whic
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import ceil, inf
+from math import inf
 from operator import attrgetter
 
 import numpy as np
 
 from hapx.alternation import Counters, Setting
+from hapx.carried import again, costed
 from hapx.cost.remat import most_blocks, with_blocks
 from hapx.errors import InsufficientMemoryError
 from hapx.ir import Graph
 from hapx.lower import Candidate
 from hapx.plan import Mesh
+from hapx.simulate import iteration_time
 
 ROOM = 10**6  # times the memory that there is: more than a mistyped unit lacks
 WORTH = 5e-3  # relative gain below which nothing is searched for: prices of memory are no better (`hapx.synth.search`)
 NEARLY = 1.05  # times what there is: what needs more with as many blocks computed again as save most does not fit with others
-TRIES = 3  # numbers of blocks between none and all
+TRIES = 3  # numbers of blocks from one program on
 
 Chosen = tuple[Setting, Candidate]
 Times = Mapping[str, float | None]  # by mesh view; None where nothing comes near the best one
 Planner = Callable[[Setting, Counters, Sequence[Mesh] | None], list[Candidate]]
-Unlimited = Callable[[Setting, Sequence[Mesh]], Candidate]
 
 
 def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner, tell: Callable[[float], None] = lambda _: None) -> Chosen:
@@ -47,63 +50,119 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: 
     if free.fits:
         return as_chosen(setting, free)
     tell(free.time)
-    told: list[Counters] = []
-    found: list[tuple[Setting, Candidate, Counters]] = []
-    failures: list[InsufficientMemoryError] = []
+    tried, without, asked = _Tried(setting, meshes, plan), _times(counters), False
+    if not tried.sufficient(free):
+        full: list[tuple[Candidate, Setting, Times]] = []
+        for most in _thrifty(setting.graph):
+            best = tried.unlimited(most)
+            if best.fits:
+                tried.fewer(best, most)
+                break
+            full.append((best, tried.setting_with(most), tried.known[most][1]))
+            if not asked:
+                tried.limited(setting, without)
+                asked = True
+            if best.time > tried.least:  # and with more blocks
+                break
+        else:
+            tell(min(tried.least, *(best.time for best, _, _ in full)))
+            for _, own, times in sorted(full, key=lambda one: _fullest(one[0])):
+                before = len(tried.failures)
+                if tried.limited(own, times) or any(f.times > NEARLY for f in tried.failures[before:]):
+                    break
+    if not asked:
+        tried.limited(setting, without)
+    return tried.chosen(counters)
 
-    def unlimited(own: Setting, on: Sequence[Mesh]) -> Candidate:
-        told.append(Counters())
-        best = roomy(own, told[-1], on, plan)
-        if best.fits:
-            found.append((own, best, told[-1]))
+
+class _Tried:
+    """What was planned for a setting. found: what fits; failures: why something did not; known: what is best with so many blocks on all views."""
+
+    def __init__(self, setting: Setting, meshes: Sequence[Mesh], plan: Planner):
+        self.setting, self.meshes, self.plan = setting, meshes, plan
+        self.found: list[tuple[Setting, Candidate, Counters]] = []
+        self.failures: list[InsufficientMemoryError] = []
+        self.known: dict[int, tuple[Candidate, Times]] = {}
+        self._told: list[Counters] = []
+
+    @property
+    def least(self) -> float:
+        """Seconds of the fastest that fits."""
+        return min((best.time for _, best, _ in self.found), default=inf)
+
+    def setting_with(self, number: int) -> Setting:
+        """With so many blocks computed again."""
+        return replace(self.setting, graph=with_blocks(self.setting.graph, number))
+
+    def unlimited(self, number: int, program: Candidate | None = None, on: Mesh | None = None) -> Candidate:
+        """The best candidate with so many blocks computed again, as if memory were no matter. program: one that fits there, and is the answer where
+        the best one does not fit and is hardly faster. on: on this view, else on all."""
+        if number in self.known:
+            return self.known[number][0]
+        own, told = self.setting_with(number), self._counters()
+        best = roomy(own, told, self.meshes if on is None else [on], self.plan)
+        if not best.fits and program is not None:
+            carried = _timed(again(program, own.graph))
+            carried = replace(carried, gap=max(0.0, 1 - best.cost * (1 - best.gap) / carried.cost))
+            self.found.append((own, carried, told))
+            best = carried if carried.time <= best.time * (1 + WORTH) else best
+        elif best.fits:
+            self.found.append((own, best, told))
+        if on is None:
+            self.known[number] = best, _times(told)
         return best
 
-    def least() -> float:
-        return min((best.time for _, best, _ in found), default=inf)
-
-    def limited(own: Setting, times: Times) -> bool:
-        """With memory as a limit, where there is something to gain beside what was found; whether anything was."""
-        on = [m for m in meshes if least() == inf or (times[m.name] or inf) < least() * (1 - WORTH)]
+    def limited(self, own: Setting, times: Times) -> bool:
+        """With memory as a limit, where there is something to gain beside what was found; whether anything was. times: what views take without."""
+        on = [m for m in self.meshes if self.least == inf or (times[m.name] or inf) < self.least * (1 - WORTH)]
         if not on:
             return False
-        told.append(Counters())
+        told = self._counters()
         try:
-            found.append((own, plan(replace(own, tight=True, strict=True), told[-1], on)[0], told[-1]))
+            self.found.append((own, self.plan(replace(own, tight=True, strict=True, beside=self.least), told, on)[0], told))
         except InsufficientMemoryError as error:
-            failures.append(error)
+            self.failures.append(error)
             return False
         return True
 
-    without = _times(counters)
-    full: list[tuple[Candidate, Setting, Times]] = []
-    too_few = 0, _fullest(free)
-    for most, graph in _thrifty(setting.graph):
-        own = replace(setting, graph=graph)
-        best = unlimited(own, meshes)
-        if best.fits:
-            _with_fewer(setting, most, too_few, best, unlimited)
-            break
-        too_few = most, _fullest(best)
-        full.append((best, own, _times(told[-1])))
-        if len(full) == 1:
-            limited(setting, without)
-        if best.time > least():  # and with more blocks
-            break
-    else:
-        tell(min(least(), *(best.time for best, _, _ in full)))
-        for _, own, times in sorted(full, key=lambda one: _fullest(one[0])):
-            before = len(failures)
-            if limited(own, times) or any(f.times > NEARLY for f in failures[before:]):
+    def sufficient(self, program: Candidate, few: int = 0) -> bool:
+        """Looks for the fewest blocks, more than `few`, with which what is best as if memory were no matter fits: as many as the best program so far
+        needs, for what is best does not change much from one number to the next. program: what is best with `few`. Whether there is such a number."""
+        for _ in range(TRIES):
+            number = _fewest(self.setting.graph, program, few, most_blocks(self.setting.graph) + 1)
+            if number is None:
                 break
-    if not full:
-        limited(setting, without)
-    if not found:
-        raise min(failures, key=attrgetter("times"))
-    own, best, of_best = min(found, key=lambda one: one[1].time)
-    for other in told:
-        counters.include(other)
-    counters.views, counters.tried, counters.search.gap = of_best.views, of_best.tried, best.gap
-    return as_chosen(own, best)
+            program = self.unlimited(number, program)
+            if program.fits:
+                self.fewer(program, number)
+                return True
+            few = number
+        return False
+
+    def fewer(self, program: Candidate, most: int) -> None:
+        """Looks for fewer than `most` blocks, with which `program` is the best one and fits, on its view."""
+        few, mesh = max((n for n in self.known if n < most), default=0), program.mesh
+        for _ in range(TRIES):
+            number = _fewest(self.setting.graph, program, few, most)
+            if number is None:
+                break
+            program = self.unlimited(number, program, mesh)
+            few, most = (few, number) if program.fits else (number, most)
+
+    def chosen(self, counters: Counters) -> Chosen:
+        """The fastest that fits. Raises InsufficientMemoryError where nothing does."""
+        if not self.found:
+            raise min(self.failures, key=attrgetter("times"))
+        own, best, told = min(self.found, key=lambda one: one[1].time)
+        for other in self._told:
+            counters.include(other)
+        counters.views, counters.search.gap = told.views, best.gap
+        counters.tried = [view | ({"time": best.time} if view["view"] == best.mesh.name else {}) for view in told.tried]
+        return as_chosen(own, best)
+
+    def _counters(self) -> Counters:
+        self._told.append(Counters())
+        return self._told[-1]
 
 
 def _times(counters: Counters) -> Times:
@@ -115,12 +174,11 @@ def as_chosen(setting: Setting, best: Candidate) -> Chosen:
     return replace(setting, graph=best.theory.graph), best
 
 
-def _thrifty(graph: Graph) -> list[tuple[int, Graph]]:
-    """The graph with as many blocks computed again as may save anything, and how many: all but the last one, whose backward comes first, when what it
-    would keep is needed; and all of them, for what comes after the last one may need more memory than any block."""
+def _thrifty(graph: Graph) -> list[int]:
+    """How many blocks computed again may save most: all but the last one, whose backward comes first, when what it would keep is needed; or all of
+    them, for what comes after the last one may need more memory than any block. None where that saves nothing."""
     most = most_blocks(graph)
-    several = ((number, with_blocks(graph, number)) for number in (most - 1, most))
-    return [(number, own) for number, own in several if own is not graph]
+    return [number for number in (most - 1, most) if with_blocks(graph, number) is not graph]
 
 
 def roomy(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, plan: Planner) -> Candidate:
@@ -130,23 +188,24 @@ def roomy(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, p
     return replace(found, costs=found.costs.changed(cluster=setting.cluster))
 
 
-def _with_fewer(setting: Setting, most: int, too_few: tuple[int, float], thrifty: Candidate, unlimited: Unlimited) -> None:
-    """Looks with fewer than `most` blocks for what fits, on the view that is best with these: first with as many as bytes say, as peaks are nearly
-    linear. too_few: with so many blocks the fullest device needs so much of what there is."""
-    (few, needs), least = too_few, _fullest(thrifty)
-    for _ in range(TRIES):
-        if most - few < 2:
-            break
-        number = min(max(few + ceil((most - few) * (needs - 1) / max(needs - least, 1e-9)), few + 1), most - 1)
-        graph = with_blocks(setting.graph, number)
-        if graph is setting.graph:  # so few save nothing
-            few = number
-            continue
-        best = unlimited(replace(setting, graph=graph), [thrifty.mesh])
-        if best.fits:
-            most, least = number, _fullest(best)
-        else:
-            few, needs = number, _fullest(best)
+def _fewest(graph: Graph, program: Candidate, few: int, limit: int) -> int | None:
+    """The fewest blocks, more than `few` and less than `limit`, with which a program fits: peaks fall with every block, but perhaps the last one."""
+
+    def fits(number: int) -> bool:
+        own = with_blocks(graph, number)
+        return own is not graph and again(program, own).fits  # so few may save nothing
+
+    last = limit - 1
+    for high in dict.fromkeys((min(last, most_blocks(graph) - 1), last)):
+        if high > few and fits(high):
+            return few + 1 + bisect_left(range(few + 1, high), True, key=fits)
+    return None
+
+
+def _timed(candidate: Candidate) -> Candidate:
+    """With its cost, and its time by the simulator."""
+    own = costed(candidate)
+    return replace(own, time=iteration_time(own.program, own.theory.graph, own.exact))
 
 
 def _fullest(candidate: Candidate) -> float:

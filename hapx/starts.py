@@ -15,19 +15,17 @@ than it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
 
-from hapx.balancer.lp import objective
-from hapx.cost.model import CommunicationCost, CostModel, StepCost
-from hapx.cost.terms import Term, Vector
+from hapx.carried import costed, summed
+from hapx.cost.model import CostModel
+from hapx.cost.terms import Vector
 from hapx.errors import PlanError
-from hapx.ir import OpCall
 from hapx.lower import Candidate
-from hapx.plan import Plan, Program, ProgramKey
-from hapx.states import Placement
+from hapx.plan import Plan, ProgramKey
 from hapx.theory.replay import replay
 from hapx.theory.triple import Theory
 
@@ -99,27 +97,5 @@ def carried(plan: Plan, key: ProgramKey, theory: Theory, costs: CostModel, capac
         replay(program, theory, storage)
     except PlanError:
         return None
-    goal = objective(_steps(program, costs, storage), _stored(costs, storage), len(costs.kinds))
-    shares = costs.lengths_to_shares(lengths)
-    if not (goal.memory(shares) <= capacity * (1 + 1e-9)).all():
-        return None
-    time = goal.time(shares)
-    return Candidate(theory, costs, program, storage, lengths, stage.shares, time, time)
-
-
-def _steps(program: Program, costs: CostModel, storage: Mapping[str, Placement]) -> list[StepCost]:
-    """What each instruction costs, and the update of every parameter."""
-    refs, steps = costs.graph.refs, []
-    for triple in (i.triple for i in program.instructions):
-        if isinstance(triple.body, OpCall):
-            steps.append(costs.instruction(triple))
-        else:
-            steps.append(costs.conversion(refs[triple.post[0].tensor], triple.body, triple.post[0].placement))
-    if costs.mode == "train":
-        updates = [costs.update(refs[name], placement) for name, placement in storage.items() if refs[name].requires_grad]
-        steps += [StepCost(None, None, (CommunicationCost("synchronise", update, False),), None) for update in updates]
-    return steps
-
-
-def _stored(costs: CostModel, storage: Mapping[str, Placement]) -> list[Term]:
-    return [costs.storage(costs.graph.refs[name], placement) for name, placement in storage.items()]
+    found = costed(Candidate(theory, costs, program, storage, lengths, stage.shares, 0.0, 0.0))
+    return found if (summed(found) <= capacity * (1 + 1e-9)).all() else None

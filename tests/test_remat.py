@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hapx.alternation import Counters, Setting
+from hapx.alternation import HOPELESS, Counters, Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.compute import work
 from hapx.cost.memory import converted_again, forgotten, kept, kept_bytes
@@ -22,7 +23,7 @@ from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.graph.capture import capture
 from hapx.graph.segments import graph_hash
 from hapx.ir import Graph, OpCall, Region
-from hapx.lower import Candidate
+from hapx.lower import Candidate, lower
 from hapx.plan import Mesh, Plan
 from hapx.planner import extend, key_of, plan_graphs, plan_module, plan_spmd, views
 from hapx.recompute import WORTH, fastest
@@ -277,7 +278,83 @@ def test_where_all_blocks_do_not_suffice_other_numbers_are_tried_if_little_lacks
     assert (len(limited) > 2) is several
 
 
-def test_where_all_blocks_but_the_last_one_do_not_suffice_no_fewer_are_tried() -> None:
+@pytest.mark.parametrize("part", [0.97, 0.8, 0.6])
+def test_how_many_blocks_suffice_is_told_by_the_program_without_any(part: float) -> None:
+    """The fewest that suffice are planned, and no others."""
+    deep = capture(GPT(13, 16, 4, 8, 8), GPT(13, 4, 1, 1, 8).example(16))
+    rule = replace(DP, remat="none")
+    peaks = [max(plan_graphs([with_blocks(deep, n)], devices("1 GiB"), strategy=rule).memory) for n in range(8)]
+    cluster = devices(round(part * peaks[0] / 0.9))
+    setting = Setting(discover(deep), key_of(deep), cluster, replace(DP, remat="auto"), "fp32", "adamw")
+    planned: list[int] = []
+
+    def plan_one(own: Setting, counters: Counters, on: Sequence[Mesh] | None) -> list[Candidate]:
+        planned.extend([] if own.tight else [chosen_blocks(own.graph)])
+        return plan_spmd(own, counters, on)
+
+    chosen, found = fastest(setting, Counters(), views(cluster, setting.rule), plan_one)
+    fewest = next(n for n, need in enumerate(peaks) if need <= part * peaks[0])
+    assert 0 < fewest < 7
+    assert found.fits
+    assert chosen_blocks(chosen.graph) == fewest
+    assert planned == [0, fewest]
+
+
+@dataclass(frozen=True)
+class Large(Candidate):
+    """That does not fit."""
+
+    fits = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0])
+def test_a_program_that_fits_with_blocks_is_kept_where_the_best_one_does_not(slower: float) -> None:
+    """And no other number of blocks is tried if it is as good as that."""
+    cluster = devices(round(0.8 * plan("none").memory[0] / 0.9))
+    setting = Setting(discover(graph()), key_of(graph()), cluster, replace(DP, remat="auto"), "fp32", "adamw")
+    planned: dict[int, Candidate] = {}
+
+    def plan_one(own: Setting, counters: Counters, on: Sequence[Mesh] | None) -> list[Candidate]:
+        if own.tight:
+            raise InsufficientMemoryError("as a limit")
+        best = plan_spmd(own, counters, on)[0]
+        number = chosen_blocks(own.graph)
+        if number and not any(planned):
+            best = Large(**{f.name: getattr(best, f.name) for f in fields(Candidate)})
+            best = replace(best, time=best.time / slower)
+        planned[number] = best
+        return [best]
+
+    counters = Counters()
+    chosen, found = fastest(setting, counters, views(cluster, setting.rule), plan_one)
+    fewest = list(planned)[1]
+    assert chosen_blocks(chosen.graph) == fewest
+    assert found.fits
+    assert found.program is planned[0].program
+    assert found.time == pytest.approx(planned[fewest].time * slower, rel=1e-9)  # data parallelism is all that there is
+    assert found.cost == pytest.approx(planned[fewest].cost, rel=1e-9)
+    assert [view["time"] for view in counters.tried] == [found.time]
+    assert (len(planned) > 2) is (slower > 1)
+    lower(found, chosen.graph, chosen.key, cluster, chosen.rule, "fp32", "adamw", {}).verify()
+
+
+def test_what_is_far_slower_than_what_was_found_is_not_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, cluster = discover(graph()), devices("1 GiB")
+    setting = Setting(captured, key_of(captured), cluster, replace(BASELINES["auto"], mesh="flat"), "fp32", "adamw")
+    improved: list[float] = []
+
+    def overlapped(own: Setting, *_: object) -> list[Candidate]:
+        improved.append(own.beside)
+        return []
+
+    monkeypatch.setattr("hapx.planner._overlapped", overlapped)
+    best = plan_spmd(setting, Counters())[0]
+    far, near = best.time / HOPELESS * 0.99, best.time / HOPELESS * 1.01
+    assert [plan_spmd(replace(setting, beside=seconds), Counters())[0].program for seconds in (far, near)] == [best.program] * 2
+    assert improved == [inf, near]
+
+
+def test_where_all_blocks_but_the_last_one_do_not_suffice_all_are_planned() -> None:
     large = GPT(600, 4, 1, LAYERS, 8)  # a head that needs more than a block, for which also the last one gives way
     captured = discover(capture(large, large.example(16)))
     peaks = [max(plan_graphs([with_blocks(captured, n)], devices("1 GiB"), strategy=replace(DP, remat="none")).memory) for n in (LAYERS - 1, LAYERS)]
@@ -292,7 +369,7 @@ def test_where_all_blocks_but_the_last_one_do_not_suffice_no_fewer_are_tried() -
 
     chosen, _ = fastest(setting, Counters(), views(cluster, rule), plan_one)
     assert chosen_blocks(chosen.graph) == LAYERS
-    assert planned == [0, LAYERS - 1, LAYERS]
+    assert planned == [0, LAYERS]
 
 
 def test_the_error_says_what_there_really_is() -> None:
