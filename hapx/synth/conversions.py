@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class Converted(NamedTuple):
 
 
 class Conversions:
-    """Of a problem at given shares, with the part of the sums of gradients that counts in it now."""
+    """Of a problem at given shares, with the part of the sums of gradients that counts in it now; and what else is known there."""
 
     def __init__(self, problem: Problem, shares: Shares):
         problem.grid = problem.grid or Grid(problem)
@@ -45,6 +45,7 @@ class Conversions:
         self._edges: dict[int, Effect] = {}
         self._ran: dict[int, Ran] = {}
         self._between: dict[tuple[int, int, int], tuple[Converted, ...]] = {}
+        self.priced: dict[Any, Any] = {}  # what searches found at prices of memory, see `hapx.synth.search`
 
     def between(self, table: TensorTable, source: int, target: int) -> tuple[Converted, ...]:
         """The paths between two placements that no other path covers. Paths that communicate and free alike keep the same bytes, so only the fastest

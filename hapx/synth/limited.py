@@ -14,7 +14,7 @@ Invariant: `bound` <= the cost of every program that fits; `best` fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
 from operator import le, mul
@@ -42,15 +42,20 @@ class Priced:
     prices: Vector
 
 
-def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, start: Vector | None = None) -> Priced:
+def fitting(
+    search: Search, cheapest: State, limits: Vector, tolerance: float, start: Vector | None = None, known: Sequence[Vector] = ()
+) -> Priced:  # fmt: skip
     """search: prices -> (the best state at these prices, relative gap of its proof, a combination of it with others that fits, with its seconds, if
-    that is the best so far). cheapest: the best one without limits, which does not fit. start: prices to begin with. Ends without a state where all
-    that fit would take more than `HOPELESS` times as long, or where memory is too scarce to tell: at prices beside which time hardly counts."""
+    that is the best so far). cheapest: the best one without limits, which does not fit. start: prices to begin with. known: prices with
+    which the search was made already, and takes no time. Ends without a state where all that fit would take more than `HOPELESS` times as long, or
+    where memory is too scarce to tell: at prices beside which time hardly counts."""
     low, high = [0.0] * len(limits), [inf] * len(limits)
     first = [cheapest.estimate / limit if used > limit else 0.0 for used, limit in zip(cheapest.memory, limits, strict=True)]
     prices = tuple(start) if start is not None and any(start) else tuple(first)
     found, dominant = Priced(None, inf, cheapest.estimate, prices), DOMINANT * cheapest.estimate
-    for _ in range(ROUNDS):
+
+    def asked(prices: Vector) -> State:
+        nonlocal found
         state, gap, spliced = search(prices)
         assert state is not None, "a program exists without limits"
         bound = max(found.bound, state.estimate * (1 - gap) - sum(map(mul, prices, limits)))
@@ -62,9 +67,15 @@ def fitting(search: Search, cheapest: State, limits: Vector, tolerance: float, s
         if spliced is not None and spliced[1] < found.cost:
             found = Priced(*spliced, bound, prices)
         _narrow(prices, state.memory, limits, low, high)
+        return state
+
+    for at in known:
+        asked(at)
+    for _ in range(ROUNDS):
+        state = asked(prices)
         closed = all(h <= low[k] * CLOSE or h < NEGLIGIBLE * cheapest.estimate / limits[k] for k, h in enumerate(high) if h < inf or low[k])
         scarce = found.best is None and all(p * n >= dominant for p, used, n in zip(prices, state.memory, limits, strict=True) if used > n)
-        if scarce or found.cost * (1 - tolerance) <= bound or bound > HOPELESS * cheapest.estimate or (found.best is not None and closed):
+        if scarce or found.cost * (1 - tolerance) <= found.bound or found.bound > HOPELESS * cheapest.estimate or (found.best is not None and closed):
             break
         prices = tuple(_price(*of_kind, cheapest.estimate) for of_kind in zip(prices, state.memory, limits, low, high, strict=True))
     return found

@@ -142,19 +142,23 @@ def _limited(
     budget: int | None,
 ) -> tuple[Solution | None, Solution | None]:  # fmt: skip
     """The cheapest program that fits, None where none was found; and, where prices of memory led to none, the one of least memory. `cheapest` does
-    not fit. domain: that of the search without limits."""
+    not fit. domain: that of the search without limits. What prices led to at the same shares, when limits were others, is known."""
     problem, splices = domain.problem, Splices(domain, limits)
     small = budget is not None and len(problem.steps) <= EXACT
+    known: dict[Vector, tuple[State | None, float, Synthesis]] = conversions(problem, shares).priced.setdefault(small, {})
 
     def priced(at: Vector) -> tuple[State | None, float, tuple[State, float] | None]:
-        own, there = Statistics(), Synthesis(problem, shares, None, prices=at)
-        found = _search(there, own, WITHIN, SHORT, wide=small, widths=() if small else PRICED[len(problem.theory.mesh.axes) > 1])
-        gap, own.gap = own.gap, 0.0
-        statistics.add(own)
-        return found, gap, splices.add(found, there) if found is not None else None
+        if at not in known:
+            own, there = Statistics(), Synthesis(problem, shares, None, prices=at)
+            state = _search(there, own, WITHIN, SHORT, wide=small, widths=() if small else PRICED[len(problem.theory.mesh.axes) > 1])
+            known[at] = state, own.gap, there
+            own.gap = 0.0
+            statistics.add(own)
+        state, gap, there = known[at]
+        return state, gap, splices.add(state, there) if state is not None else None
 
     splices.add(cheapest, domain)
-    found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices)
+    found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices, tuple(known))
     best, cost, least = found.best, found.cost, None
     if best is None:
         least = least_memory(problem, shares, limits, key, SHORT if budget is None else BUDGET)

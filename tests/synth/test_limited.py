@@ -52,3 +52,20 @@ def test_what_is_put_together_counts_if_it_is_faster() -> None:
         found = fitting(lambda prices, of=spliced: (*search(prices)[:2], (of, of.estimate)), free, LIMITS, 1e-3)  # type: ignore[misc]
         assert found.cost == pytest.approx(wanted)
         assert found.bound <= 1.35
+
+
+def test_prices_that_are_known_narrow_what_is_left() -> None:
+    """With a little less memory: from what was found with more, fewer searches lead to one that is as good."""
+    programs = [(1.0 + 0.02 * k + 0.002 * k * k, (150.0 - 5 * k, 60.0 - k)) for k in range(20)]
+    free, less = program(*programs[0]), (94.0, 94.0)
+    before = Search(*programs)
+    fitting(before, free, LIMITS, 1e-4)
+    again, anew = Search(*programs), Search(*programs)
+    found = fitting(again, free, less, 1e-4, known=before.asked)
+    assert again.asked[: len(before.asked)] == before.asked
+    expected = fitting(anew, free, less, 1e-4)
+    cheapest = min(seconds for seconds, memory in programs if max(memory) <= 94)
+    assert max(found.bound, expected.bound) <= cheapest
+    assert cheapest <= found.cost <= 1.05 * cheapest  # between two prices that are close
+    assert cheapest <= expected.cost <= 1.05 * cheapest
+    assert len(set(again.asked) - set(before.asked)) < len(anew.asked) / 2
