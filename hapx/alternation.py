@@ -163,7 +163,8 @@ class Alternation:
         self.goals: dict[int, tuple[Solution, Objective]] = {}  # by the identity of a program's steps
         self.balanced: dict[tuple[int, tuple[float, ...]], dict[Row, Vector] | None] = {}  # by a program's steps (held by `goals`) and limits
         self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
-        self.prices: tuple[float, ...] | None = None  # of memory, once it binds
+        self.binds = False  # whether a cheapest program did not fit
+        self.prices: tuple[float, ...] | None = None  # of memory, once there are some with which programs fit
         self._generated = counters.search.generated  # partial programs, before
         self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
         capacity = np.asarray(self.costs.capacity)
@@ -222,15 +223,26 @@ class Alternation:
             if failure is None and self.rejected is None:
                 self.hopeless = away
                 return
-            self._squeeze(known)
+            try:
+                self._squeeze(known)
+            except InsufficientMemoryError as error:
+                failure = error
         segments = self.setting.graph.segments > 1 and not self.setting.given
         several = self.free and (self.setting.start is None or segments) and self.small
+        named = self.free and self.setting.start is None and not (segments or self.setting.given or self.setting.within)
+        far = known < inf and (not self.found or self._best().cost > HOPELESS * known)
+        if named and not far and (not self.found or (self.binds and not self.small)):
+            self._by_name(known)
+            named = False
+        if not self.found:
+            assert failure is not None
+            raise failure
         if several:
             self._further(known)
         self.problem.brief = False
         if self._hurried(known) and self._best().cost < known:
             self._once_more(known)
-        if several and self.prices is not None and not (segments or self.setting.given or self.setting.within):
+        if several and named and self.binds:
             self._by_name(known)
 
     def _hurried(self, known: float) -> bool:
@@ -322,13 +334,13 @@ class Alternation:
         """Where memory binds, what strategies by name find: their searches have so few programs that they see some that are passed over here. From
         the best of them on, everything is allowed again."""
         rule, spent = self.setting.rule, self.counters.search.generated - self._generated
-        if (rule.split, rule.storage, rule.sfb) != (AUTO.split, AUTO.storage, AUTO.sfb) or spent > MUCH:
+        if (rule.split, rule.storage, rule.sfb) != (AUTO.split, AUTO.storage, AUTO.sfb) or (self.small and spent > MUCH):
             return
         for name in BY_NAME:
             known_as = BASELINES[name]
             own = replace(rule, split=known_as.split, storage=known_as.storage, sfb=known_as.sfb)
-            before = self._best().cost
-            with suppress(InsufficientMemoryError, PlanError):  # something else fits
+            before = self._best().cost if self.found else inf
+            with suppress(InsufficientMemoryError, PlanError):  # something else may fit
                 other = Alternation(replace(self.setting, rule=own, old=None), self.theory, self.counters, self.told, costs=self.costs)
                 other._meet(min(known, before))
                 self.goals |= other.goals
@@ -582,6 +594,7 @@ class Alternation:
             found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known, self._possible)
             for solution in (found,) if found is not None else others:
                 self.counters.search.add(solution.statistics)
+            self.binds = self.binds or bool(others)
             if found is not None:
                 self.prices = found.prices or self.prices
                 if self.fitting.correct(found, np.asarray(found.memory), lengths):

@@ -112,7 +112,8 @@ class Squeezing:
         return best
 
     def _leanest(self, lengths: Lengths, ratios: Ratios, family: Family) -> Tight | None:
-        """Of a family; where some step has too many moves, the program of the least sum if there is no other family, else the family is given up."""
+        """Of a family, which is given up where some step has too many moves; if there is no other one, and the beam leads nowhere, the program of the
+        least sum."""
         exact, key = self.costs.at_lengths(lengths), self.fitting.key
         own: Solution | None = None
         try:
@@ -120,8 +121,9 @@ class Squeezing:
         except Crowded:
             if len(self.families) > 1:
                 self.families = [other for other in self.families if other is not family]
-            else:
-                own = least_memory(self.problem, self.costs.lengths_to_shares(lengths), tuple(self.capacity.tolist()), key)
+                return None
+        if own is None and self.families == [None]:
+            own = least_memory(self.problem, self.costs.lengths_to_shares(lengths), tuple(self.capacity.tolist()), key)
         return self._tight(own, lengths, ratios, exact) if own is not None else None
 
     def _tight(self, own: Solution, lengths: Lengths, ratios: Ratios, exact: CostModel | None = None) -> Tight:

@@ -50,11 +50,10 @@ Sizes = tuple[Vector, Vector]  # of live values that nothing keeps, and of cotan
 
 def leanest(problem: Problem, exact: CostModel, lengths: Lengths, key: ProgramKey, only: Mapping[int, Mask] | None = None) -> Solution | None:
     """A program whose peak is a small part of what may be used of the fullest device; that part, by what is known here, is its `cost`. exact: the
-    costs at these lengths. only: by id of a step class, the choices that are looked at; None if they lead nowhere. Raises Crowded where a step has
-    too many moves (see `hapx.synth.moves`)."""
+    costs at these lengths. only: by id of a step class, the choices that are looked at. None if they lead nowhere, or what the beam kept of them.
+    Raises Crowded where a step has too many moves (see `hapx.synth.moves`)."""
     statistics = Statistics()
     last = beam(Lean(problem, exact, lengths, only), WIDTHS[len(problem.theory.mesh.axes) > 1], statistics)
-    assert last is not None or only is not None, "nothing is left out"
     return solution(problem, last, last.estimate, key, statistics) if last is not None else None
 
 

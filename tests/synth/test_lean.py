@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.planning_cases import case as random_case
-from hapx.alternation import Alternation, Counters
+from hapx.alternation import Alternation, Counters, Setting
 from hapx.balancer.lp import Objective, objective
 from hapx.balancer.rounding import Lengths, per_device, round_ratios
 from hapx.cluster.spec import ClusterSpec
@@ -21,7 +21,7 @@ from hapx.graph.capture import capture
 from hapx.ir import Graph
 from hapx.planner import key_of, views
 from hapx.progress import Teller
-from hapx.restriction import AUTO
+from hapx.restriction import AUTO, BASELINES
 from hapx.squeezing import Ratios, Squeezing, Tight
 from hapx.synth.lean import Lean, leanest
 from hapx.synth.problem import Problem, build
@@ -130,6 +130,18 @@ def test_other_ratios_take_the_peak_down(gpt: Graph) -> None:
     assert 1 < found[True].part < 0.9 * found[False].part
     tight = found[True]
     assert tight.part == pytest.approx(float((own.fitting.peak(tight.solution, tight.lengths)[0] / own.fitting.capacity).max()))
+
+
+def test_where_the_beam_leads_nowhere_the_least_sum_is_the_answer(gpt: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it did for tensor parallelism at some lengths: of what allows few programs a beam may keep nothing that leads on."""
+    setting = Setting(gpt, key_of(gpt), SCARCE, BASELINES["tensor-parallel"], "fp32", "adamw")
+    counters = Counters()
+    own = Alternation(setting, derive(gpt, views(SCARCE, AUTO)[0]), counters, Teller(None, counters.search, "flat", 1, 1, float("inf")))
+    monkeypatch.setattr("hapx.squeezing.leanest", lambda *_: None)
+    tight = own.tightest
+    assert tight.part == pytest.approx(float((own.fitting.peak(tight.solution, tight.lengths)[0] / own.fitting.capacity).max()))
+    least = least_memory(own.problem, own.costs.lengths_to_shares(tight.lengths), tuple(own.fitting.capacity), setting.key)
+    assert least.cost <= tight.part  # of the sum, whose peak is more
 
 
 @pytest.mark.parametrize("seed", [38, 137])

@@ -1,0 +1,56 @@
+"""Where memory binds, "auto" finds what a strategy by name finds, also in problems too large to be searched to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hapx.cluster.spec import ClusterSpec
+from hapx.planner import plan_module
+from support.zoo import load
+
+
+def mixture() -> tuple[Any, Any]:
+    with torch.device("meta"):
+        tokens = torch.zeros(64, 128, dtype=torch.int64)
+        return load("bert_moe").BERTMoE(8000, 512, 128, heads=8, layers=4, experts=8), (tokens, torch.zeros_like(tokens))
+
+
+def vit() -> tuple[Any, Any]:
+    with torch.device("meta"):
+        return load("vit").ViT(224, 16, 512, 8, 6, 1000), (torch.zeros(64, 3, 224, 224), torch.zeros(64, dtype=torch.int64))
+
+
+def cluster(memory: dict[str, str], machines: list[list[str]], bandwidth: str) -> ClusterSpec:
+    """Machines of devices of the catalogue with so much memory."""
+    network = {"inter": {"bandwidth": bandwidth, "latency": "30 us"}, "intra": {"bandwidth": "12 GB/s", "latency": "6 us"}}
+    found = [{"name": f"m{i}", "devices": devices} for i, devices in enumerate(machines)]
+    data = ClusterSpec.load({"name": "c", "machines": found, "network": network}).to_dict()
+    for name, size in memory.items():
+        data["device_types"][name]["memory"] = size
+    return ClusterSpec.load(data)
+
+
+CASES: dict[str, tuple[Callable[[], tuple[Any, Any]], ClusterSpec]] = {
+    "mixture of experts": (
+        mixture,
+        cluster(
+            dict.fromkeys(("A100-PCIE-40GB", "RTX-4060-Ti-16GB", "MI250X-GCD"), "1158 MiB"),
+            [["A100-PCIE-40GB", "A100-PCIE-40GB", "RTX-4060-Ti-16GB"], ["MI250X-GCD"]],
+            "1 Gbit/s",
+        ),
+    ),
+    "blocks computed again": (vit, cluster({"P100-SXM2-16GB": "573 MiB", "RTX-3060": "635 MiB"}, [["P100-SXM2-16GB", "RTX-3060"]], "100 Gbit/s")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_sharded_data_parallelism_can_do_is_found(case: str) -> None:
+    make, devices = CASES[case]
+    model, inputs = make()
+    found, named = (plan_module(model, devices, inputs, strategy=strategy, micro_batches=1) for strategy in ("auto", "zero"))
+    assert found.iteration_time <= named.iteration_time
+    found.verify()
