@@ -230,7 +230,8 @@ class Alternation:
         segments = self.setting.graph.segments > 1 and not self.setting.given
         several = self.free and (self.setting.start is None or segments) and self.small
         named = self.free and self.setting.start is None and not (segments or self.setting.given or self.setting.within)
-        far = known < inf and (not self.found or self._best().cost > HOPELESS * known)
+        other = min(known, self.setting.beside)
+        far = other < inf and (not self.found or self._best().cost > HOPELESS * other)
         if named and not far and (not self.found or (self.binds and not self.small)):
             self._by_name(known)
             named = False
