@@ -125,9 +125,10 @@ class _Tried:
             return False
         return True
 
-    def sufficient(self, program: Candidate, few: int = 0) -> bool:
-        """Looks for the fewest blocks, more than `few`, with which what is best as if memory were no matter fits: as many as the best program so far
-        needs, for what is best does not change much from one number to the next. program: what is best with `few`. Whether there is such a number."""
+    def sufficient(self, program: Candidate) -> bool:
+        """Looks for the fewest blocks with which what is best as if memory were no matter fits: as many as the best program so far needs, for what is
+        best does not change much from one number to the next. program: what is best with none. Whether there is such a number."""
+        few = 0
         for _ in range(TRIES):
             number = _fewest(self.setting.graph, program, few, most_blocks(self.setting.graph) + 1)
             if number is None:
