@@ -229,12 +229,9 @@ class Alternation:
                 failure = error
         segments = self.setting.graph.segments > 1 and not self.setting.given
         several = self.free and (self.setting.start is None or segments) and self.small
-        named = self.free and self.setting.start is None and not (segments or self.setting.given or self.setting.within)
-        other = min(known, self.setting.beside)
-        far = other < inf and (not self.found or self._best().cost > HOPELESS * other)
-        if named and not far and (not self.found or (self.binds and not self.small)):
+        early = not (self.found and self.small)
+        if early and not self._far(min(known, self.setting.beside)):
             self._by_name(known)
-            named = False
         if not self.found:
             assert failure is not None
             raise failure
@@ -243,8 +240,12 @@ class Alternation:
         self.problem.brief = False
         if self._hurried(known) and self._best().cost < known:
             self._once_more(known)
-        if several and named and self.binds:
+        if several and not early:
             self._by_name(known)
+
+    def _far(self, known: float) -> bool:
+        """Whether nothing was found that comes near `known` seconds."""
+        return known < inf and (not self.found or self._best().cost > HOPELESS * known)
 
     def _hurried(self, known: float) -> bool:
         """Whether searches are to be short, as another view is known and this one is needless."""
@@ -334,8 +335,11 @@ class Alternation:
     def _by_name(self, known: float) -> None:
         """Where memory binds, what strategies by name find: their searches have so few programs that they see some that are passed over here. From
         the best of them on, everything is allowed again."""
-        rule, spent = self.setting.rule, self.counters.search.generated - self._generated
-        if (rule.split, rule.storage, rule.sfb) != (AUTO.split, AUTO.storage, AUTO.sfb) or (self.small and spent > MUCH):
+        setting, rule, spent = self.setting, self.setting.rule, self.counters.search.generated - self._generated
+        plain = self.free and setting.start is None and not (setting.graph.segments > 1 or setting.given or setting.within)
+        if not plain or (rule.split, rule.storage, rule.sfb) != (AUTO.split, AUTO.storage, AUTO.sfb):
+            return
+        if (self.found and not self.binds) or (self.small and spent > MUCH):
             return
         for name in BY_NAME:
             known_as = BASELINES[name]
@@ -348,7 +352,7 @@ class Alternation:
                 for found in at_their_best(other.found.values())[:NAMED]:  # of which the simulator may like another one than the cheapest
                     lengths = self._lengths(self._by_kind(found.shares)) | dict(found.lengths)  # of all cuts that there are here
                     bound = least(self.problem, self.costs.lengths_to_shares(lengths))  # what is proven there is of fewer programs
-                    self.found[name, id(found.program)] = replace(found, lengths=lengths, gap=max(0.0, 1 - bound / found.cost))
+                    self.found[name, id(found.program)] = replace(found.proven(bound), lengths=lengths)
                 best = self._best()
                 if best.cost < before:
                     self._alternate(self._by_kind(best.shares), known, best.lengths)

@@ -17,7 +17,6 @@ from hapx.balancer.lp import Objective, objective
 from hapx.balancer.rounding import round_ratios
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
-from hapx.cost.terms import Vector
 from hapx.ir import Graph, OpCall
 from hapx.lower import Candidate
 from hapx.plan import Communication, Instruction, Mesh, Program, Triple
@@ -81,26 +80,13 @@ def _appearance(mesh: Mesh, cluster: ClusterSpec) -> list[tuple[str, ...]]:
 
 def again(known: Candidate, graph: Graph) -> Candidate:
     """The same program on the candidate's own graph with other regions that are computed again. Its cost and time are not known."""
-    theory = replace(known.theory, graph=replace(graph, segment_of=known.theory.graph.segment_of))
+    segments = known.theory.graph.segment_of
+    theory = replace(known.theory, graph=graph if graph.segment_of == segments else replace(graph, segment_of=segments))
     return replace(known, theory=theory, costs=_of_graph(known.costs, theory), cost=0.0, time=0.0)
 
 
-# ---- what it costs -------------------------------------------------------------------------------------------------------------------------------
-
-
-def costed(known: Candidate) -> Candidate:
-    """With its seconds by the additive cost."""
-    cost = _objective(known).time(known.costs.lengths_to_shares(known.lengths))
-    return replace(known, cost=cost, time=cost)
-
-
-def summed(known: Candidate) -> Vector:
-    """Bytes per kind, as the search adds them up."""
-    return _objective(known).memory(known.costs.lengths_to_shares(known.lengths))
-
-
-def _objective(known: Candidate) -> Objective:
-    """Of what each instruction costs, the update of every parameter, and what is stored."""
+def goal_of(known: Candidate) -> Objective:
+    """What its program costs, as the search adds it up: every instruction, the update of every parameter, and what is stored."""
     costs, refs, storage = known.costs, known.costs.graph.refs, known.storage_of
     steps = [costs.step(i.triple) for i in known.program.instructions]
     if costs.mode == "train":

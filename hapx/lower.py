@@ -60,6 +60,10 @@ class Candidate:
         """Whether the peak fits on every kind of devices."""
         return bool((self.peak <= np.asarray(self.exact.capacity) * (1 + 1e-9)).all())
 
+    def proven(self, bound: float) -> Candidate:
+        """With the gap that a lower bound of the cost of all programs leaves."""
+        return replace(self, gap=max(0.0, 1 - bound / self.cost))
+
 
 def at_their_best(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The cheapest candidate of every program, the cheapest program first."""

@@ -207,7 +207,7 @@ def _overlapped(
             found += overlapped(alternations[name], min(own, key=lambda c: c.cost), timed, min(c.time for c in ranked))
     counters.search_time += time.perf_counter() - began
     bound = ranked[0].cost * (1 - ranked[0].gap)
-    return [replace(c, gap=max(0.0, 1 - bound / c.cost)) for c in found]
+    return [c.proven(bound) for c in found]
 
 
 def _by_simplicity(candidate: Candidate) -> float:

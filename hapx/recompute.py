@@ -24,10 +24,9 @@ from operator import attrgetter
 import numpy as np
 
 from hapx.alternation import Counters, Setting
-from hapx.carried import again, costed
+from hapx.carried import again, goal_of
 from hapx.cost.remat import most_blocks, with_blocks
 from hapx.errors import InsufficientMemoryError
-from hapx.ir import Graph
 from hapx.lower import Candidate
 from hapx.plan import Mesh
 from hapx.simulate import iteration_time
@@ -53,7 +52,7 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: 
     tried, without, asked = _Tried(setting, meshes, plan), _times(counters), False
     if not tried.sufficient(free):
         full: list[tuple[Candidate, Setting, Times]] = []
-        for most in _thrifty(setting.graph):
+        for most in tried.thrifty():
             best = tried.unlimited(most)
             if best.fits:
                 tried.fewer(best, most)
@@ -83,7 +82,9 @@ class _Tried:
         self.found: list[tuple[Setting, Candidate, Counters]] = []
         self.failures: list[InsufficientMemoryError] = []
         self.known: dict[int, tuple[Candidate, Times]] = {}
+        self.most = most_blocks(setting.graph)
         self._told: list[Counters] = []
+        self._settings: dict[int, Setting] = {}
 
     @property
     def least(self) -> float:
@@ -92,7 +93,18 @@ class _Tried:
 
     def setting_with(self, number: int) -> Setting:
         """With so many blocks computed again."""
-        return replace(self.setting, graph=with_blocks(self.setting.graph, number))
+        if number not in self._settings:
+            self._settings[number] = replace(self.setting, graph=with_blocks(self.setting.graph, number))
+        return self._settings[number]
+
+    def saves(self, number: int) -> bool:
+        """Whether so many blocks computed again save anything."""
+        return self.setting_with(number).graph is not self.setting.graph
+
+    def thrifty(self) -> list[int]:
+        """How many may save most: all but the last one, whose backward comes first, when what it would keep is needed; or all of them, for what comes
+        after the last one may need more memory than any block."""
+        return list(filter(self.saves, (self.most - 1, self.most)))
 
     def unlimited(self, number: int, program: Candidate | None = None, on: Mesh | None = None) -> Candidate:
         """The best candidate with so many blocks computed again, as if memory were no matter. program: one that fits there, and is the answer where
@@ -102,8 +114,7 @@ class _Tried:
         own, told = self.setting_with(number), self._counters()
         best = roomy(own, told, self.meshes if on is None else [on], self.plan)
         if not best.fits and program is not None:
-            carried = _timed(again(program, own.graph))
-            carried = replace(carried, gap=max(0.0, 1 - best.cost * (1 - best.gap) / carried.cost))
+            carried = _timed(again(program, own.graph)).proven(best.cost * (1 - best.gap))
             self.found.append((own, carried, told))
             best = carried if carried.time <= best.time * (1 + WORTH) else best
         elif best.fits:
@@ -130,7 +141,7 @@ class _Tried:
         best does not change much from one number to the next. program: what is best with none. Whether there is such a number."""
         few = 0
         for _ in range(TRIES):
-            number = _fewest(self.setting.graph, program, few, most_blocks(self.setting.graph) + 1)
+            number = self._fewest(program, few, self.most + 1)
             if number is None:
                 break
             program = self.unlimited(number, program)
@@ -144,7 +155,7 @@ class _Tried:
         """Looks for fewer than `most` blocks, with which `program` is the best one and fits, on its view."""
         few, mesh = max((n for n in self.known if n < most), default=0), program.mesh
         for _ in range(TRIES):
-            number = _fewest(self.setting.graph, program, few, most)
+            number = self._fewest(program, few, most)
             if number is None:
                 break
             program = self.unlimited(number, program, mesh)
@@ -161,6 +172,18 @@ class _Tried:
         counters.tried = [view | ({"time": best.time} if view["view"] == best.mesh.name else {}) for view in told.tried]
         return as_chosen(own, best)
 
+    def _fewest(self, program: Candidate, few: int, limit: int) -> int | None:
+        """The fewest blocks, more than `few` and less than `limit`, with which a program fits: peaks fall with each, but perhaps the last one."""
+
+        def fits(number: int) -> bool:
+            return self.saves(number) and again(program, self.setting_with(number).graph).fits
+
+        last = limit - 1
+        for high in dict.fromkeys((min(last, self.most - 1), last)):
+            if high > few and fits(high):
+                return few + 1 + bisect_left(range(few + 1, high), True, key=fits)
+        return None
+
     def _counters(self) -> Counters:
         self._told.append(Counters())
         return self._told[-1]
@@ -175,13 +198,6 @@ def as_chosen(setting: Setting, best: Candidate) -> Chosen:
     return replace(setting, graph=best.theory.graph), best
 
 
-def _thrifty(graph: Graph) -> list[int]:
-    """How many blocks computed again may save most: all but the last one, whose backward comes first, when what it would keep is needed; or all of
-    them, for what comes after the last one may need more memory than any block. None where that saves nothing."""
-    most = most_blocks(graph)
-    return [number for number in (most - 1, most) if with_blocks(graph, number) is not graph]
-
-
 def roomy(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, plan: Planner) -> Candidate:
     """The best candidate as if memory were no matter, at the costs of the actual devices."""
     types = {name: replace(kind, memory=kind.memory * ROOM) for name, kind in setting.cluster.device_types.items()}
@@ -189,24 +205,10 @@ def roomy(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, p
     return replace(found, costs=found.costs.changed(cluster=setting.cluster))
 
 
-def _fewest(graph: Graph, program: Candidate, few: int, limit: int) -> int | None:
-    """The fewest blocks, more than `few` and less than `limit`, with which a program fits: peaks fall with every block, but perhaps the last one."""
-
-    def fits(number: int) -> bool:
-        own = with_blocks(graph, number)
-        return own is not graph and again(program, own).fits  # so few may save nothing
-
-    last = limit - 1
-    for high in dict.fromkeys((min(last, most_blocks(graph) - 1), last)):
-        if high > few and fits(high):
-            return few + 1 + bisect_left(range(few + 1, high), True, key=fits)
-    return None
-
-
 def _timed(candidate: Candidate) -> Candidate:
     """With its cost, and its time by the simulator."""
-    own = costed(candidate)
-    return replace(own, time=iteration_time(own.program, own.theory.graph, own.exact))
+    cost = goal_of(candidate).time(candidate.costs.lengths_to_shares(candidate.lengths))
+    return replace(candidate, cost=cost, time=iteration_time(candidate.program, candidate.theory.graph, candidate.exact))
 
 
 def _fullest(candidate: Candidate) -> float:

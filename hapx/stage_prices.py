@@ -18,7 +18,7 @@ from typing import Literal, cast
 import numpy as np
 
 from hapx.alternation import Counters, Setting
-from hapx.carried import carried
+from hapx.carried import again, carried
 from hapx.cluster.spec import Link
 from hapx.cost.liveness import peak, while_running
 from hapx.cost.memory import RESERVE, states_of
@@ -346,10 +346,7 @@ class Asker:
         """The program of the level before, with its blocks computed again: the best one for that is hardly another one."""
         if not LEVELS[level].again or (plain := self._whole(shape, level - 1)) is None:
             return None
-        setting, known = self._setting(shape, level), plain.best
-        theory = self._theory(setting.graph, known.theory.mesh)
-        costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode)
-        found = self.library[_group(shape, level)] = replace(known, theory=theory, costs=costs)
+        found = self.library[_group(shape, level)] = again(plain.best, self._setting(shape, level).graph)
         return found
 
     def _theory(self, graph: Graph, mesh: Mesh) -> Theory:

@@ -16,11 +16,12 @@ than it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
-from hapx.carried import costed, summed
+from hapx.carried import goal_of
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
 from hapx.errors import PlanError
@@ -97,5 +98,9 @@ def carried(plan: Plan, key: ProgramKey, theory: Theory, costs: CostModel, capac
         replay(program, theory, storage)
     except PlanError:
         return None
-    found = costed(Candidate(theory, costs, program, storage, lengths, stage.shares, 0.0, 0.0))
-    return found if (summed(found) <= capacity * (1 + 1e-9)).all() else None
+    found = Candidate(theory, costs, program, storage, lengths, stage.shares, 0.0, 0.0)
+    goal, shares = goal_of(found), costs.lengths_to_shares(lengths)
+    if not (goal.memory(shares) <= capacity * (1 + 1e-9)).all():
+        return None
+    time = goal.time(shares)
+    return replace(found, cost=time, time=time)
