@@ -75,7 +75,7 @@ class Communicator(Protocol):
         """Returns when every rank has called it."""
 
 
-# The names without `_single` are announced as deprecated; torch 2.11 has only those.
+# The names without `_single` are announced as deprecated; torch 2.11 had only those.
 _gather_equal: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_equal: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -5,11 +5,16 @@ In: tensors of any dtype, device numbers, channels. Out: handles; a sent tensor 
 there after it. Invariants: messages of a lane (source, target, channel) arrive in the order of sending; lanes never wait for each other; neither
 sending nor asking for a message waits for the other side; of an empty tensor nothing is sent. A message to oneself is a copy, and must have been
 sent when it is waited for. A peer that is gone, or does not answer in time, is one `LaunchError`.
+
+On a GPU a message that is under way is a kernel that runs until the other side has come, and CUDA loads a kernel that is launched for the first time
+only once nothing runs (lazy loading, CUDA C++ Programming Guide). Two devices that have asked each other for something and then launch what is new
+would wait for ever. So what runs for the first time sends its messages `over_hosts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -36,6 +41,9 @@ class Messenger(Protocol):
     def irecv(self, buffer: Tensor, device: int, channel: int = 0) -> Handle:
         """Asks for the next message of that device; the contiguous `buffer` has it, in the dtype and number of elements sent, after `wait`."""
 
+    def over_hosts(self) -> AbstractContextManager[None]:
+        """Messages inside are not kernels that wait on the devices. All devices enter and leave it at the same place, with nothing under way."""
+
 
 class ThreadMessenger:
     """Between the threads of one `run_threads`; `world`: the communicator of all of them."""
@@ -51,16 +59,29 @@ class ThreadMessenger:
     def irecv(self, buffer: Tensor, device: int, channel: int = 0) -> Handle:
         return _Asked(self._mailbox, (device, self.rank, channel), buffer) if buffer.numel() else _Done(buffer)
 
+    def over_hosts(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 class ProcessGroupMessenger:
     """Between the processes of the default process group, whose ranks are the devices. See `create_messenger`.
 
     Args:
         groups: a process group of the two devices for every lane of this device; None: the backend tells channels apart by itself (gloo).
+        hosts: with groups, a process group of all that tells channels apart by itself, for messages over the hosts.
     """
 
-    def __init__(self, groups: Mapping[Lane, dist.ProcessGroup] | None = None):
+    def __init__(self, groups: Mapping[Lane, dist.ProcessGroup] | None = None, hosts: dist.ProcessGroup | None = None):
         self.rank, self._groups, self._own = dist.get_rank(), groups, Mailbox(0.0)
+        self._hosts, self._over_hosts = hosts, False
+
+    @contextmanager
+    def over_hosts(self) -> Iterator[None]:
+        self._over_hosts = self._hosts is not None
+        try:
+            yield
+        finally:
+            self._over_hosts = False
 
     @lost_rank()
     def isend(self, t: Tensor, device: int, channel: int = 0) -> Handle:
@@ -70,7 +91,7 @@ class ProcessGroupMessenger:
         if device == self.rank:
             self._own.put(lane, _bytes(t))
             return _Done(t)
-        data = _bytes(t)
+        data = self._carried(_bytes(t))
         return _Running(dist.isend(data, device, **self._how(lane)), t, data)
 
     @lost_rank()
@@ -81,10 +102,19 @@ class ProcessGroupMessenger:
         if device == self.rank:
             return _Asked(self._own, lane, buffer)
         assert buffer.is_contiguous(), (buffer.shape, buffer.stride())
-        data = _bytes(buffer)
-        return _Running(dist.irecv(data, device, **self._how(lane)), buffer, data)
+        place = _bytes(buffer)
+        data = self._carried(place, empty=True)
+        return _Running(dist.irecv(data, device, **self._how(lane)), buffer, data, None if data is place else place)
+
+    def _carried(self, data: Tensor, empty: bool = False) -> Tensor:
+        """What the backend reads or (empty) writes: memory of the host where messages go over it."""
+        if not self._over_hosts or data.device.type == "cpu":
+            return data
+        return torch.empty_like(data, device="cpu") if empty else data.cpu()
 
     def _how(self, lane: Lane) -> dict[str, Any]:
+        if self._over_hosts:
+            return {"group": self._hosts, "tag": lane[2]}
         if self._groups is None:
             return {"tag": lane[2]}
         assert lane in self._groups, f"nobody made a process group for {lane}"
@@ -96,7 +126,8 @@ def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None, gr
 
     Every process must call it with the same lanes: NCCL knows no channels, runs what is asked of one communicator one after the other, and lets a
     message wait for its receiver; so that no lane waits for another, each has a process group, made by all. gloo needs none. NCCL also connects two
-    processes at their first message, for which each waits; here all connect in the same order, so that nobody waits for one who waits."""
+    processes at their first message, for which each waits; here all connect in the same order, so that nobody waits for one who waits. Beside them
+    there is a group of gloo for `over_hosts`."""
     if grouped is None:
         grouped = dist.get_backend() != "gloo"
     if not grouped:
@@ -109,7 +140,7 @@ def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None, gr
         group = dist.new_group(sorted((source, target)), timeout=timeout)
         if me in (source, target):
             groups[lane] = group
-    messenger, place = ProcessGroupMessenger(groups), own_device()
+    messenger, place = ProcessGroupMessenger(groups, dist.new_group(backend="gloo", timeout=timeout)), own_device()
     for source, target, channel in sorted(groups):
         byte = torch.zeros(1, dtype=torch.uint8, device=place)
         greeting = messenger.isend(byte, target, channel) if source == me else messenger.irecv(byte, source, channel)
@@ -144,14 +175,17 @@ class _Asked:
 
 
 class _Running:
-    """A message under way; keeps what the backend reads or writes."""
+    """A message under way; keeps what the backend reads or writes. place: where that goes at the end, if it is elsewhere."""
 
-    def __init__(self, work: Any, t: Tensor, data: Tensor):
-        self.work, self.t, self.data = work, t, data
+    def __init__(self, work: Any, t: Tensor, data: Tensor, place: Tensor | None = None):
+        self.work, self.t, self.data, self.place = work, t, data, place
 
     @lost_rank()
     def wait(self) -> Tensor:
         self.work.wait()
+        if self.place is not None:
+            self.place.copy_(self.data)
+            self.place = None
         return self.t
 
 

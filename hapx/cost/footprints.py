@@ -12,7 +12,16 @@ from hapx.cost.compute import differentiable, is_view
 from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.on_cpu import kept_on_cpu, temporaries_on_cpu
 from hapx.cost.terms import Vector
-from hapx.cost.transients import Sizes, backward_temporaries, forward_temporaries, kept_inside, kept_names, passes_cotangent, reordered
+from hapx.cost.transients import (
+    Sizes,
+    backward_temporaries,
+    forward_temporaries,
+    kept_inside,
+    kept_names,
+    larger_result,
+    passes_cotangent,
+    reordered,
+)  # fmt: skip
 from hapx.ir import Node, OpCall, TensorRef
 from hapx.plan import Communication, Triple
 from hapx.states import REPLICATED, Invariant, Placement, Replicated
@@ -23,7 +32,8 @@ from hapx.transposes import TRANSPOSES
 class Call:
     """What a call does to memory, by places among its outputs and operands, in that order; bytes per kind. view: its outputs share the storage of the
     first operand. keeps: places of what autograd keeps, None where no gradient flows; inside: what it keeps beside them. forward, backward:
-    temporaries. hands_on: of each operand, whether its cotangent is that of the output. wanted: operands that need a cotangent."""
+    temporaries. hands_on: of each operand, whether its cotangent is that of the output. wanted: operands that need a cotangent. result: what
+    holds the first output, where it is larger than the output."""
 
     view: bool
     keeps: tuple[int, ...] | None
@@ -32,6 +42,7 @@ class Call:
     backward: Vector | None
     hands_on: tuple[bool, ...]
     wanted: tuple[int, ...]
+    result: Vector | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,7 @@ def call_of(triple: Triple, body: OpCall, node: Node, local: LocalSizes) -> Call
         temporaries(backward_temporaries(graph, node, body), temporaries_on_cpu(graph, node, backward=True)),
         tuple(passes_cotangent(graph, node, i) for i in range(len(triple.pre))),
         tuple(i for i, p in enumerate(triple.pre) if graph.refs[p.tensor].requires_grad),
+        local.sum(larger, places) if (larger := larger_result(graph, node, body)) else None,
     )  # fmt: skip
 
 

@@ -204,8 +204,8 @@ class _Walk:
             for p in self.post[k]:
                 variables[p] = self._hold(base)
         else:
-            for p in self.post[k]:
-                variables[p] = self.heap.new(self.local[p])
+            for place, p in enumerate(self.post[k]):
+                variables[p] = self.heap.new(self.local[p] if place or does.result is None else does.result)
         if keeps and does.keeps is not None:
             record, own = Record(), self.post[k] + self.pre[k]
             self.records[k] = record

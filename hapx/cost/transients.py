@@ -45,6 +45,8 @@ _HAND_ON = frozenset(
     {"aten.add", "aten.cat", "aten.concat", "aten.stack", "aten.clone", "aten.contiguous", "aten.sum", "aten.positive", "aten.lift_fresh_copy"}
 )
 _FIRST_ONLY = frozenset({"aten.sub"})  # the second operand's cotangent is a new tensor
+# losses whose kernels write the losses of all elements into the result and then sum them up there: the scalar keeps that memory
+_LARGE_SCALARS = frozenset({"aten.mse_loss", "aten.smooth_l1_loss", "aten.binary_cross_entropy", "aten.soft_margin_loss"})
 _OF_SHAPES = frozenset({"aten.cat", "aten.concat", "aten.stack", "aten.sum"})  # cotangents are views whatever the operand's shape
 
 
@@ -74,6 +76,11 @@ def kept_inside(graph: Graph, node: Node, body: OpCall) -> Sizes:
     if body.target == "hapx.cross_entropy" and _axes(body, "classes"):
         return ((node.call["target"].name, 8.0 * graph.refs[node.call["target"].name].size),)  # highest logit and log of the sum, per row
     return hidden_of_node(graph, node)
+
+
+def larger_result(graph: Graph, node: Node, body: OpCall) -> Sizes:
+    """What the storage of the result of the call that runs takes, where that is more than the result."""
+    return _times(graph, node, "self", 1.0) if body.op in _LARGE_SCALARS and node.outputs[0].shape == () else ()
 
 
 def forward_temporaries(graph: Graph, node: Node, body: OpCall) -> Sizes:

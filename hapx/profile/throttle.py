@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -177,6 +177,9 @@ class ThrottledMessenger:
 
     def irecv(self, buffer: Tensor, device: int, channel: int = 0) -> Handle:
         return _ThrottledHandle(self.inner.irecv(buffer, device, channel), self.throttle)
+
+    def over_hosts(self) -> AbstractContextManager[None]:
+        return self.inner.over_hosts()
 
 
 class _ThrottledHandle:

@@ -45,10 +45,11 @@ class Tie:
 
 @dataclass(frozen=True)
 class Crossings:
-    """`ways`: by (stage, other stage, direction), of this device's stages; the same way under both of its ends."""
+    """`ways`: by (stage, other stage, direction), of this device's stages; the same way under both of its ends. `messenger`: carries all of it."""
 
     ways: Mapping[tuple[int, int, Direction], Way]
     ties: tuple[Tie, ...]
+    messenger: Messenger
 
 
 def crossings(
@@ -80,7 +81,7 @@ def crossings(
         senders = {s: tuple(made[s, t] for t in stages if t != s) for s in stages if s in own}
         receivers = {s: tuple(None if t == s else made[t, s] for t in stages) for s in stages if s in own}
         ties.append(Tie(name, tuple(stages), senders, receivers))
-    return Crossings(ways, tuple(ties))
+    return Crossings(ways, tuple(ties), messenger)
 
 
 def _between(plan: Plan, key: ProgramKey) -> dict[tuple[int, int, Direction], list[Crossing]]:

@@ -10,8 +10,8 @@ they sum up to the loss of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -75,6 +75,7 @@ class Pipeline:
         self._counters: dict[ProgramKey, Counter] = {}
         self._crossings: dict[ProgramKey, Crossings] = {}
         self._delivered: dict[ProgramKey, Mapping[Action, tuple[Action, ...]]] = {}
+        self._ran: set[tuple[ProgramKey, bool] | str] = set()  # programs, with or without backward, and what else has run
 
     @property
     def plan(self) -> Plan:
@@ -152,8 +153,9 @@ class Pipeline:
                 self.align(key)
             self.base = self.rng.step + 1
         step = Step(self, key, inputs, self.scale())
-        results, gradients = self._with_gradients(step) if step.training else (step.run(), [])
-        step.wait()
+        with self._carefully(step.crossings.messenger, (key, step.training)):
+            results, gradients = self._with_gradients(step) if step.training else (step.run(), [])
+            step.wait()
         if key.mode == "train":
             self.rng.step = self.base + times - 1
         outputs = self._outputs(key, results)
@@ -163,6 +165,13 @@ class Pipeline:
         elif torch.is_grad_enabled():
             outputs[loss] = without_gradients(outputs[loss])
         return outputs
+
+    @contextmanager
+    def _carefully(self, messenger: Messenger, kind: tuple[ProgramKey, bool] | str) -> Iterator[None]:
+        """What runs for the first time may load kernels, for which no message may wait on a device."""
+        with nullcontext() if kind in self._ran else messenger.over_hosts():
+            yield
+        self._ran.add(kind)
 
     def _check_inputs(self, key: ProgramKey, inputs: Mapping[str, Tensor]) -> None:
         """Raises LaunchError, before anything is sent, for inputs that are not the batch that the program is for."""
@@ -181,18 +190,19 @@ class Pipeline:
     def align(self, key: ProgramKey) -> None:
         """`ParameterStore.align`, also over the stages that share a parameter: the first one decides (a collective call)."""
         self.store.align()
-        sending = []
-        for tie in self.crossings(key).ties:
-            value = self.module.get_parameter(tie.name).data
-            first = tie.stages[0]
-            for stage, ways in tie.senders.items():
-                sending += [h for way in ways for h in way.send([value])] if stage == first else []
-            for stage, arriving in tie.receivers.items():
-                way = arriving[0]
-                if stage != first and way is not None:
-                    value.copy_(way.finish(way.post())[0])
-        for handle in sending:
-            handle.wait()
+        found, sending = self.crossings(key), []
+        with self._carefully(found.messenger, "align"):
+            for tie in found.ties:
+                value = self.module.get_parameter(tie.name).data
+                first = tie.stages[0]
+                for stage, ways in tie.senders.items():
+                    sending += [h for way in ways for h in way.send([value])] if stage == first else []
+                for stage, arriving in tie.receivers.items():
+                    way = arriving[0]
+                    if stage != first and way is not None:
+                        value.copy_(way.finish(way.post())[0])
+            for handle in sending:
+                handle.wait()
 
     def _with_gradients(self, step: Step) -> tuple[list[dict[str, Tensor]], list[Tensor | None]]:
         """Runs a schedule; the gradients that it makes are taken out of the parameters again."""

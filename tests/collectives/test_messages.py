@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,28 @@ def exercise_processes(grouped: bool) -> int:
 @pytest.mark.parametrize("grouped", [False, True], ids=["channels", "a group for every lane"])
 def test_messages_between_gloo_ranks(grouped: bool):
     assert pool(3).run(exercise_processes, grouped) == [3 * 2 * len(DTYPES)] * 3
+
+
+def exercise_over_hosts() -> tuple[int, int]:
+    """Over the hosts, then not."""
+    messenger = create_messenger([(source, target, channel) for source in range(3) for target in range(3) for channel in range(2)], grouped=True)
+    with messenger.over_hosts():
+        first = exercise(messenger, 3)
+    return first, exercise(messenger, 3)
+
+
+@pytest.mark.gloo
+def test_messages_over_hosts():
+    assert pool(3).run(exercise_over_hosts) == [(3 * 2 * len(DTYPES), 3 * 2 * len(DTYPES))] * 3
+
+
+def test_over_hosts_without_need_changes_nothing():
+    def work(world: Any) -> int:
+        messenger = ThreadMessenger(world)
+        with messenger.over_hosts():
+            return exercise(messenger, 3)
+
+    assert run_threads(3, work, timeout=20) == [3 * 2 * len(DTYPES)] * 3
 
 
 def send_what_is_not_contiguous(messenger: Messenger) -> list:

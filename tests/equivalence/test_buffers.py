@@ -37,7 +37,7 @@ class Queue(Projected):
     def forward(self, x: Tensor, key: Tensor) -> Tensor:
         z, k = functional.normalize(self.project(x), dim=1), functional.normalize(key, dim=1)
         logits = torch.cat([(z * k).sum(1, keepdim=True), z @ self.queue.clone().detach().t()], 1)
-        loss = functional.cross_entropy(logits / 0.2, torch.zeros(x.shape[0], dtype=torch.long))
+        loss = functional.cross_entropy(logits / 0.2, torch.zeros(x.shape[0], dtype=torch.long, device=x.device))
         with torch.no_grad():
             self.queue[:] = torch.cat([k, self.queue])[:8]
         return loss

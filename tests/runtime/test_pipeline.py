@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -423,6 +425,9 @@ class Counting:
     def irecv(self, buffer: Tensor, device: int, channel: int = 0) -> Any:
         return self.inner.irecv(buffer, device, channel)
 
+    def over_hosts(self) -> AbstractContextManager[None]:
+        return self.inner.over_hosts()
+
 
 @pytest.mark.parametrize("style, most", [("1f1b", 3), ("1f1b-warm:1", 4), ("gpipe", 8)])
 def test_what_was_sent_is_given_back_as_the_schedule_goes_on(style: str, most: int) -> None:
@@ -443,6 +448,64 @@ def test_what_was_sent_is_given_back_as_the_schedule_goes_on(style: str, most: i
     for sent, highest, left in on_all(plan, work, counted):
         assert sent == 8 and left == 0
         assert highest <= most
+
+
+class Noting(Counting):
+    """A messenger that knows how many messages it has sent over the hosts."""
+
+    def __init__(self, inner: Messenger):
+        super().__init__(inner)
+        self.inside = False
+        self.over = 0
+
+    def isend(self, t: Tensor, device: int, channel: int = 0) -> Any:
+        self.over += self.inside
+        return super().isend(t, device, channel)
+
+    @contextmanager
+    def over_hosts(self) -> Iterator[None]:
+        assert not self.open, "something is under way"
+        self.inside = True
+        yield
+        self.inside = False
+
+
+def noted(uses: Sequence[Callable[[Pipeline], Any]], pipeline: Pipeline) -> list[tuple[int, int]]:
+    """Per use, how many messages this device has sent, and how many of them over the hosts."""
+    made: list[Noting] = []
+
+    def noting(inner: Messenger) -> Noting:
+        made.append(Noting(inner))
+        return made[0]
+
+    pipeline.wrap(lambda c: c, noting)
+    totals = [(0, 0)]
+    for use in uses:
+        use(pipeline)
+        totals.append((made[0].sent, made[0].over))
+    return [(sent - before, over - then) for (before, then), (sent, over) in pairwise(totals)]
+
+
+def test_what_runs_for_the_first_time_sends_over_the_hosts() -> None:
+    """On GPUs a new kernel waits until nothing runs, messages to devices that have not come yet among it: two devices could wait for ever."""
+    plan = random_stages(MLP_JOB, ((0,), (1,)), "1f1b", cuts=[3])
+
+    def ahead(pipeline: Pipeline) -> None:
+        with torch.no_grad():
+            loss_of(pipeline, MLP_JOB)
+
+    def both(pipeline: Pipeline) -> None:
+        loss_of(pipeline, MLP_JOB).backward()
+
+    first, last = on_all(plan, MLP_JOB, partial(noted, [ahead, both, both, ahead]))
+    assert first == [(4, 4), (4, 4), (4, 0), (4, 0)]
+    assert last == [(0, 0), (4, 4), (4, 0), (0, 0)]
+
+
+def test_the_first_alignment_sends_over_the_hosts() -> None:
+    plan = random_stages(GPT_JOB, ((0,), (1,)), "1f1b", cuts=at_blocks(GPT_JOB, 2))
+    align: Callable[[Pipeline], None] = lambda pipeline: pipeline.align(plan.first)  # noqa: E731
+    assert on_all(plan, GPT_JOB, partial(noted, [align, align])) == [[(1, 1), (1, 0)], [(0, 0), (0, 0)]]
 
 
 def test_code_of_all_stages_of_a_device() -> None:

@@ -43,7 +43,7 @@ class Contrastive(Seeded):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x, y = F.normalize(self.left(x), dim=-1), F.normalize(self.right(y), dim=-1)
         logits = self.scale.exp() * x @ y.T
-        labels = torch.arange(x.shape[0])
+        labels = torch.arange(x.shape[0], device=x.device)
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
     def example(self, batch: int, seed: int) -> tuple[Tensor, ...]:
@@ -119,7 +119,7 @@ class Terms(Seeded):
         terms += [F.cosine_embedding_loss(a, b, sign), F.triplet_margin_loss(a, b, a * b), F.multi_margin_loss(a, label)]
         terms += [F.multi_margin_loss(b, label, reduction="sum"), F.multilabel_margin_loss(b, (b > 0).long(), reduction="sum")]
         terms += [F.hinge_embedding_loss(a, sign[:, None].expand_as(a)), F.margin_ranking_loss(a[:, 0], b[:, 1], sign, margin=0.1)]
-        terms += [F.binary_cross_entropy(a.sigmoid(), (label[:, None] == torch.arange(CLASSES)).double(), reduction="sum")]
+        terms += [F.binary_cross_entropy(a.sigmoid(), (label[:, None] == torch.arange(CLASSES, device=label.device)).double(), reduction="sum")]
         return torch.stack(terms).sum() + 1e-2 * (a.norm(dim=-1).mean() + F.pairwise_distance(a, b).mean() + torch.cdist(a, b).mean())
 
     def example(self, batch: int, seed: int) -> tuple[Tensor, ...]:
@@ -140,7 +140,7 @@ class Indexed(Seeded):
         h = self.enter(x)  # (batch, 4, width)
         sources, targets = self.edges[0], self.edges[1]
         h = h + torch.zeros_like(h).index_add(1, targets, h.index_select(1, sources).tanh())
-        last = h[torch.arange(h.shape[0]), length]
+        last = h[torch.arange(h.shape[0], device=h.device), length]
         best = h.topk(2, dim=1).values.sum(1) + h.cumsum(1)[:, -1] + h.sort(dim=1).values[:, 0]
         wide = self.table.weight[length] + self.table.weight.index_select(0, label)
         spread = torch.zeros_like(last).scatter_add(1, label[:, None].expand(-1, 3) % WIDTH, best[:, :3])

@@ -92,11 +92,14 @@ class _Rank:
             self.status = _starter().ask("end", self.process, GRACE)
         return self.status
 
+    def printed(self) -> str:
+        """The end of it."""
+        self.log.seek(0)
+        return self.log.read()[-3000:]
+
     def last_words(self) -> str:
         """Why the process is gone: its exit status and the end of what it printed."""
-        status = self.ended()
-        self.log.seek(0)
-        return f"the process ended with status {status}\n{self.log.read()[-2000:]}"
+        return f"the process ended with status {self.ended()}\n{self.printed()}"
 
 
 class Pool:
@@ -148,9 +151,16 @@ class Pool:
                 (results if kind == "done" else failures)[rank.rank] = value
                 if kind != "done":
                     deadline = min(deadline, time.monotonic() + GRACE)
-        for rank in waiting.values():
-            failures[rank.rank] = "did not finish in time" if not failures else "was waiting for the ranks above or below"
-        return results, failures
+        return results, failures | self._stuck(list(waiting.values()), "was waiting for the others" if failures else "did not finish in time")
+
+    @staticmethod
+    def _stuck(ranks: Sequence[_Rank], why: str) -> dict[int, str]:
+        """What to say of ranks that are not done: where each of them is, which it prints when it is asked to."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process, signal.SIGUSR1)
+        time.sleep(0.5 if ranks else 0.0)
+        return {rank.rank: f"{why}\n{rank.printed()}" for rank in ranks}
 
 
 _POOLS: dict[int, Pool] = {}

@@ -10,6 +10,7 @@ its process id. ("end", process id, seconds): answered by its exit status once i
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
 import io
@@ -133,6 +134,7 @@ def _fork(asked: socket.socket, files: list[int], rank: int, world_size: int, st
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+        faulthandler.register(signal.SIGUSR1, file=2)  # prints where it is
         serve(Connection(connection), rank, world_size, store, parent)
         status = 0
     except BaseException:

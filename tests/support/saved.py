@@ -36,6 +36,21 @@ def bytes_beside(kept: Iterable[Tensor], known: Iterable[Tensor]) -> int:
     return sum({_storage(t): t.untyped_storage().nbytes() for t in kept if _storage(t) not in storages}.values())
 
 
+def storages_of_results(sample: Sample) -> list[tuple[int, int]]:
+    """Of every storage that the call makes: its bytes, and those of the results in it."""
+    case = truth(sample)
+    operands = [x.clone().requires_grad_(r.requires_grad) for x, r in zip(case.operands, case.refs, strict=True)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outputs = _call(case.node.call, operands, ALONE, (0,), {})
+    found: dict[int, tuple[int, int]] = {}
+    for t in outputs:
+        held, size = found.get(_storage(t), (t.untyped_storage().nbytes(), 0))
+        found[_storage(t)] = held, size + t.numel() * t.element_size()
+    given = set(map(_storage, operands))
+    return [pair for storage, pair in found.items() if storage not in given]
+
+
 def kept_by_autograd(sample: Sample) -> tuple[set[str], int]:
     """(operands and outputs that are kept, bytes of other storages that are)."""
     case = truth(sample)
