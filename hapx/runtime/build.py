@@ -78,7 +78,7 @@ class LocalProgram:
     """What one device runs. `parameters`, `buffers`, `inputs`: names of the module's arguments, in order; `input_placements`: in which
     placement each input arrives; `gives`: what it returns. `position`: this device's place under the lengths of this program.
     `layout`: buckets of the parameters that enter the synchroniser of the pass `under_way`. `snapshots`: buffers that get new values after the pass
-    although backward may read what they had."""
+    although backward may read what they had. `frees`: whether backward makes something again that forward does not keep for it."""
 
     key: ProgramKey
     graph: Graph
@@ -92,6 +92,7 @@ class LocalProgram:
     layout: Layout
     under_way: UnderWay
     snapshots: frozenset[str]
+    frees: bool
 
     @property
     def code(self) -> str:
@@ -146,6 +147,7 @@ class _Builder:
         self.entered: dict[Key, fx.Node] = {}
         self.under_way = UnderWay()
         self.uses: list[Use] = []
+        self.frees = False
         self.written = self.graph.written.keys() | {r.name for r in self.graph.refs.values() if r.mutated}
 
     def build(self, bucket_bytes: int) -> LocalProgram:
@@ -167,7 +169,7 @@ class _Builder:
         layout = bucket_layout(self.uses, self.device, bucket_bytes)
         return LocalProgram(
             self.key, self.graph, self.position, module, parameters, buffers, inputs, placements, ordered, layout, self.under_way,
-            snapshots(self.graph),
+            snapshots(self.graph), self.frees,
         )  # fmt: skip
 
     @property
@@ -258,6 +260,7 @@ class _Builder:
                 axes, *blocks = self._moved(at, after, c)
                 summed = self.gradient_dtype if ref.kind is Kind.PARAMETER else None
                 module = Conversion(c, self.communicators[axes], *blocks, ref.name, summed)
+                self.frees |= c.free
                 verb = forward if forward != "none" else f"backward_{backward}"
                 node = self._submodule(f"{verb}_{identifier(ref.name)}", module, node)
             at = after
@@ -311,6 +314,7 @@ class _Builder:
         node = self._read(p)
         if p.tensor not in casts:
             return node
+        self.frees = True
         name = f"{identifier(p.tensor)}_{casts[p.tensor]}"
         return self.scope.graph.create_node("call_function", cast_again, (node, getattr(torch, casts[p.tensor])), name=name)
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from random import Random
-from threading import current_thread
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hapx.api import HAP
 from hapx.collectives.communicator import create_groups
-from hapx.collectives.freed import Kept, freeing
 from hapx.cost.memory import kept_bytes
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.graph.capture import capture
@@ -35,6 +33,7 @@ from support.equivalence import Trace, compare, make_optimizer, run_ranks, train
 from support.models import CNN, GPT, _initialise
 from support.pool import pool
 from support.random_programs import random_plan
+from support.saved import keeping
 
 STEPS = 2
 
@@ -175,34 +174,23 @@ def test_hap_takes_remat(given: bool) -> None:
 # ---- memory --------------------------------------------------------------------------------------------------------------------
 
 
-class Watching(freeing):
-    """The hooks of a forward pass, which also note what they keep. (Hooks do not nest: only the innermost ones are asked.)"""
-
-    kept: ClassVar[dict[str, list[Tensor]]] = {}
-
-    def _pack(self, t: Tensor) -> Any:
-        packed = super()._pack(t)
-        if isinstance(packed, Kept):
-            self.kept.setdefault(current_thread().name, []).append(packed.saved)
-        return packed
-
-
 def saved_bytes(plan: Plan, name: str, threads: Any = None) -> int:
     """Bytes of the different storages that this rank's forward pass keeps for backward, those of parameters, buffers and inputs left out."""
     executor = Executor(plan, threads.rank, MODELS[name](), create_groups(plan.stages[0].mesh, threads))
     graph = plan.graphs[plan.first]
     given = dict(zip(graph.input_names, inputs(name, 0), strict=True))
     known = {t.untyped_storage().data_ptr() for t in (*executor.module.parameters(), *executor.module.buffers(), *given.values())}
-    Watching.kept.pop(current_thread().name, None)
-    executor.run(plan.first, given)[graph.loss].backward()
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in Watching.kept[current_thread().name]}
-    return sum(size for address, size in kept.items() if address not in known)
+    assert not executor.program(plan.first).frees  # whose hooks would be asked instead
+    with keeping() as kept:
+        loss = executor.run(plan.first, given)[graph.loss]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    loss.backward()
+    return sum(size for address, size in sizes.items() if address not in known)
 
 
 @pytest.mark.parametrize("name, left", [("gpt", 0.15), ("gpt, dropout", 0.15), ("cnn", 0.8)])
-def test_less_is_kept_for_backward(name: str, left: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_is_kept_for_backward(name: str, left: float) -> None:
     """The measured bytes drop by about what the memory model says (which counts one region as if it were none)."""
-    monkeypatch.setattr("hapx.runtime.stage.freeing", Watching)
     rule = Restriction("dp", mesh="flat", split="batch", ratios="even", sfb="never", storage="as-used")
     without, blocks = (plan_graphs([graph_of(name)], FOUR, strategy=replace(rule, remat=r)) for r in ("none", "blocks"))
     before, after = (run_ranks(p, saved_bytes, p, name)[0] for p in (without, blocks))
