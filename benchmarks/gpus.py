@@ -12,7 +12,6 @@ import torch
 
 def take_gpu(rank: int, size: int) -> torch.device:
     """The GPU of a rank; call it in the rank's process, before it joins the others."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as `hapx.runtime.launch`
     count = torch.cuda.device_count()
     if count < size:
         os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}

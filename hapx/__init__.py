@@ -7,12 +7,24 @@ of the package, so the class of this module answers for those attributes itself.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+
+def _started() -> bool:
+    """Whether CUDA runs in this process already."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+# CUDA reads it when it starts. Every communicator has a stream, and streams that share a queue of the device wait for each other.
+if not _started():
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as many as there may be
 
 # public name -> module that defines it
 _HOMES = MappingProxyType(

@@ -13,6 +13,9 @@ would wait for ever. So what runs for the first time sends its messages `over_ho
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -27,6 +30,9 @@ from hapx.collectives.lost import lost_rank
 from hapx.collectives.mailbox import Lane, Mailbox
 from hapx.collectives.threads import ThreadCommunicator
 from hapx.errors import LaunchError
+
+OTHER_STREAMS = 5  # computing, and the collectives of a stage along two axes, both of them, and of all devices
+QUEUES_BY_DEFAULT, MOST_QUEUES = 8, 32  # CUDA C++ Programming Guide, environment variables
 
 
 class Messenger(Protocol):
@@ -127,13 +133,18 @@ def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None, gr
     Every process must call it with the same lanes: NCCL knows no channels, runs what is asked of one communicator one after the other, and lets a
     message wait for its receiver; so that no lane waits for another, each has a process group, made by all. gloo needs none. NCCL also connects two
     processes at their first message, for which each waits; here all connect in the same order, so that nobody waits for one who waits. Beside them
-    there is a group of gloo for `over_hosts`."""
+    there is a group of gloo for `over_hosts`.
+
+    Raises LaunchError where CUDA was started with too few queues for that."""
     if grouped is None:
         grouped = dist.get_backend() != "gloo"
     if not grouped:
         return ProcessGroupMessenger()
+    lanes = set(lanes)
+    if dist.get_backend() == "nccl":
+        check_queues(lanes)
     me, groups = dist.get_rank(), {}
-    for lane in sorted(set(lanes)):
+    for lane in sorted(lanes):
         source, target, _ = lane
         if source == target:
             continue
@@ -146,6 +157,25 @@ def create_messenger(lanes: Iterable[Lane], timeout: timedelta | None = None, gr
         greeting = messenger.isend(byte, target, channel) if source == me else messenger.irecv(byte, source, channel)
         greeting.wait()
     return messenger
+
+
+def check_queues(lanes: Iterable[Lane]) -> None:
+    """Raises LaunchError where the lanes of a device need more queues than CUDA has; warns where there cannot be enough. Streams share queues where
+    there are more of them, and what stands in a queue behind a message that waits for its turn waits too, even if that message waits for it."""
+    number = Counter(device for source, target, _ in lanes if source != target for device in (source, target))
+    wanted = max(number.values(), default=0) + OTHER_STREAMS
+    there = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES_BY_DEFAULT))
+    if not number or wanted <= there:
+        return
+    what = f"{wanted} streams of one device send, receive and compute at the same time, and CUDA has {there} queues for them"
+    if there < MOST_QUEUES:
+        raise LaunchError(
+            f"{what}: they might wait for each other for ever",
+            where="pipeline over NCCL",
+            allowed=f"CUDA_DEVICE_MAX_CONNECTIONS={min(wanted, MOST_QUEUES)} to {MOST_QUEUES}",
+            hint=f"import hapx before CUDA starts, or set CUDA_DEVICE_MAX_CONNECTIONS={MOST_QUEUES} in the environment",
+        )
+    warnings.warn(f"{what}: should training hang, plan with fewer stages or on fewer devices", RuntimeWarning, stacklevel=2)
 
 
 class _Done:

@@ -146,8 +146,6 @@ def _initialise() -> None:
             raise LaunchError(
                 f"local rank {local} has no GPU: there are {torch.cuda.device_count()}", allowed="one process per GPU", hint=LAUNCH_HINT
             )
-        # every communicator has a stream, and streams that share a queue wait for each other: as many queues as there may be
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(local)
         options["device_id"] = torch.device("cuda", local)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, **options)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hapx.collectives import Messenger, ThreadMessenger, create_messenger, run_threads
+from hapx.collectives.messages import check_queues
 from hapx.errors import LaunchError
 from support.pool import Pool, RankError, pool
 
@@ -91,6 +92,29 @@ def test_over_hosts_without_need_changes_nothing():
             return exercise(messenger, 3)
 
     assert run_threads(3, work, timeout=20) == [3 * 2 * len(DTYPES)] * 3
+
+
+LANES = [(source, target, channel) for source in (0, 1) for target in (2, 3) for channel in range(3)]
+
+
+@pytest.mark.parametrize("queues", [None, "8", "10"])
+def test_too_few_queues_are_refused(queues: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six lanes of a device and five other streams."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if queues is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    with pytest.raises(LaunchError, match=rf"11 streams of one device .* CUDA has {queues or 8} queues.*CUDA_DEVICE_MAX_CONNECTIONS=11 to 32"):
+        check_queues(LANES)
+
+
+def test_enough_queues_are_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "11")
+    check_queues(LANES)
+    check_queues([])
+    check_queues([(0, 0, channel) for channel in range(40)])  # messages to oneself need none
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    with pytest.warns(RuntimeWarning, match="45 streams"):
+        check_queues([(0, 1, channel) for channel in range(40)])
 
 
 def send_what_is_not_contiguous(messenger: Messenger) -> list:
