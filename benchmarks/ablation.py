@@ -24,7 +24,7 @@ from benchmarks.markdown import markdown
 from benchmarks.propagation import largest_dims
 from benchmarks.workloads import example_module, machines
 from benchmarks.zero2 import zero2
-from hapx.cost.memory import RESERVE
+from hapx.cost.memory import usable
 from hapx.errors import InsufficientMemoryError
 from hapx.graph.capture import capture
 from hapx.ir import Graph, Kind
@@ -95,7 +95,7 @@ def compare(model: str, devices: int) -> Row:
     """All ways for one model. Without rematerialisation, which none of the compared has."""
     cluster, graph = machines((1, DEVICE, devices)), MODELS[model](devices)
     setting = Setting(graph, key_of(graph), cluster, AUTO, PRECISION[model], "adamw")
-    limit = cluster.device_types[DEVICE].memory * (1 - RESERVE)
+    limit = usable(cluster.device_types[DEVICE])
     rules = {"data parallel": BASELINES["dp-even"], "ZeRO-3": BASELINES["zero"], "hapx": AUTO}
     seconds: dict[str, float | None] = {}
     mesh = "-"

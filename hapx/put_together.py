@@ -17,7 +17,7 @@ from typing import Any
 
 from hapx.alternation import Counters, Setting
 from hapx.carried import renamed
-from hapx.cost.memory import RESERVE
+from hapx.cost.memory import usable
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.parts import part
@@ -139,7 +139,7 @@ def _tuned(best: Staged, under: Callable[[str], Staged]) -> Staged:
 def _fits(staged: Staged) -> bool:
     """Whether every device has room for its stages, and what is left free of it."""
     cluster = staged.plan.cluster
-    return all(held <= cluster.type_of(d).memory * (1.0 - RESERVE) for d, held in enumerate(staged.memory))
+    return all(held <= usable(cluster.type_of(d)) for d, held in enumerate(staged.memory))
 
 
 def polished(made: Made, rule: Restriction) -> Plan | None:

@@ -21,7 +21,7 @@ from hapx.alternation import Counters, Setting
 from hapx.carried import again, carried
 from hapx.cluster.spec import Link
 from hapx.cost.liveness import peak, while_running
-from hapx.cost.memory import RESERVE, states_of
+from hapx.cost.memory import states_of, usable
 from hapx.cost.model import OWN_SPEED, CostModel
 from hapx.cost.remat import with_blocks
 from hapx.cost.terms import Vector
@@ -157,7 +157,7 @@ class Asker:
         flops, held = self._work
         kinds = [self.asked.cluster.device_types[t] for t in shape.types]
         seconds = sum(float(own[b] - own[a]) / sum(k.speed(p) for k in kinds) for p, own in flops.items())
-        room = sum(k.memory for k in kinds) * (1.0 - RESERVE)
+        room = sum(map(usable, kinds))
         links = [self.asked.cluster.inter] if len(shape.parts) > 1 else [p.intra for p in shape.parts if p.intra is not None]
         synchronised = (held[b] - held[a]) / max(len(p.types) for p in shape.parts) / links[0].bandwidth if links else 0.0
         return Answer(seconds, PART * float(synchronised), UNLIMITED if held[b] - held[a] <= room else 0)
@@ -470,7 +470,7 @@ class WholeModel:
             for found in (kept, stored, gradients)
         )
         types = self.exact.cluster.device_types
-        self.memory = self.exact.view.worst(lambda d: types[self.exact.cluster.devices[d].type].memory * (1.0 - RESERVE), min)
+        self.memory = self.exact.view.worst(lambda d: usable(types[self.exact.cluster.devices[d].type]), min)
 
     def _copies(self, received: Sequence[tuple[int, Placement]]) -> float:
         """Machines that have the same of what crosses, by bytes and placement; on the average."""

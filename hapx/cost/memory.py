@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from hapx.cluster.spec import DeviceType
 from hapx.cost.compute import FACTORS, copied_operands, differentiable, hidden, is_view, needed_factors, tensor
 from hapx.cost.once import once
 from hapx.cost.saves import SAVES_OF_SMALL
@@ -22,6 +23,12 @@ from hapx.ir import FLOATING, Graph, Kind, Node, Region, TensorRef, iter_refs
 
 # part of a device's memory that is not planned with
 RESERVE = 0.1
+
+
+def usable(kind: DeviceType) -> float:
+    """Bytes of a device's memory that plans may fill."""
+    return kind.memory * (1.0 - RESERVE)
+
 
 # fp32 numbers of state per parameter element, by optimizer (the defaults of torch.optim, or of the paper that names it)
 STATES = MappingProxyType(

@@ -114,7 +114,7 @@ class CostModel:
         self.sizes: tuple[int, ...] = tuple(map(len, self.kinds))
         speed = np.array(view.worst(lambda d: cluster.type_of(d).speed(precision), min))
         self.speeds: Vector = speed / (speed * self.sizes).sum()
-        self.capacity: Vector = np.array(view.worst(lambda d: cluster.type_of(d).memory, min)) * (1.0 - memory.RESERVE)
+        self.capacity: Vector = np.array(view.worst(lambda d: memory.usable(cluster.type_of(d)), min))
         self.launch = view.worst(lambda d: cluster.type_of(d).kernel_latency)
         self.per_byte = view.worst(lambda d: 1.0 / cluster.type_of(d).memory_bandwidth)
         self._per_flop: dict[str, tuple[float, ...]] = {}

@@ -36,13 +36,18 @@ def bytes_beside(kept: Iterable[Tensor], known: Iterable[Tensor]) -> int:
     return sum({_storage(t): t.untyped_storage().nbytes() for t in kept if _storage(t) not in storages}.values())
 
 
-def storages_of_results(sample: Sample) -> list[tuple[int, int]]:
-    """Of every storage that the call makes: its bytes, and those of the results in it."""
+def _called(sample: Sample) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Operands, as leaves of autograd, and outputs of a sample call on one device. (What is true of it is found out once.)"""
     case = truth(sample)
-    operands = [x.clone().requires_grad_(r.requires_grad) for x, r in zip(case.operands, case.refs, strict=True)]
+    leaves = [x.clone().requires_grad_(r.requires_grad) for x, r in zip(case.operands, case.refs, strict=True)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        outputs = _call(case.node.call, operands, ALONE, (0,), {})
+        return leaves, _call(case.node.call, leaves, ALONE, (0,), {})
+
+
+def storages_of_results(sample: Sample) -> list[tuple[int, int]]:
+    """Of every storage that the call makes: its bytes, and those of the results in it."""
+    operands, outputs = _called(sample)
     found: dict[int, tuple[int, int]] = {}
     for t in outputs:
         held, size = found.get(_storage(t), (t.untyped_storage().nbytes(), 0))
@@ -54,10 +59,8 @@ def storages_of_results(sample: Sample) -> list[tuple[int, int]]:
 def kept_by_autograd(sample: Sample) -> tuple[set[str], int]:
     """(operands and outputs that are kept, bytes of other storages that are)."""
     case = truth(sample)
-    leaves = [x.clone().requires_grad_(r.requires_grad) for x, r in zip(case.operands, case.refs, strict=True)]
-    with keeping() as kept, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        outputs = _call(case.node.call, leaves, ALONE, (0,), {})
+    with keeping() as kept:
+        leaves, outputs = _called(sample)
     names = {_storage(x): r.name for x, r in zip(leaves, case.refs, strict=True)}
     for x, r in zip(outputs, case.node.outputs, strict=True):
         names.setdefault(_storage(x), r.name)
