@@ -27,12 +27,13 @@ from rich.table import Table
 
 from benchmarks.markdown import markdown
 from benchmarks.planning_cases import case
-from hapx.alternation import HOPELESS, Alternation, Counters
+from hapx.alternation import Alternation, Counters
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
 from hapx.planner import plan_spmd
 from hapx.progress import Teller
 from hapx.states import Row
+from hapx.synth.search import HOPELESS
 from hapx.theory.derive import derive
 
 CASES = 200

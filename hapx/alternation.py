@@ -42,15 +42,15 @@ from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import BUDGET, EXACT, LONG, attempt, least
+from hapx.synth.search import BUDGET, EXACT, HOPELESS, LONGER, attempt, least
 from hapx.synth.writer import Solution
 from hapx.theory.triple import Theory
 
 MAX_ALTERNATIONS = 8
 STALLED = 1e-3  # relative improvement below which the alternation ends
 SLIGHT = 1e-4  # and for which a program that is not proven is not taken
-HOPELESS = 1.5  # what costs that much more than the best of the others at its first ratios is not balanced further,
-NEEDLESS = 1.03  # and on a needless mesh what costs that much more than it may is not begun with again from elsewhere
+NEEDLESS = 1.03  # what costs that much more than it may on a needless mesh is not begun with again from elsewhere,
+UNLIKELY = 1.1  # nor, where memory binds and searches take long, what costs that much more than the best of the others
 CORRECTIONS = 4  # searches at most for one program whose peak fits
 FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
 FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
@@ -195,8 +195,6 @@ class Alternation:
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views; none where the bound says that
         nothing comes near it."""
         self._meet(known)
-        if self.found:
-            self._longer()
         return [*self.found.values(), *([self.old] if self.old is not None and self.found else [])]
 
     def _meet(self, known: float) -> None:
@@ -306,7 +304,8 @@ class Alternation:
 
     def _further(self, known: float) -> None:
         """From more starts, as far as they lead somewhere."""
-        if self._best().cost > (NEEDLESS if self._hurried(known) else HOPELESS) * known:
+        most = NEEDLESS if self._hurried(known) else HOPELESS if self.prices is None else UNLIKELY
+        if self._best().cost > most * known:
             return
         self.budget = None  # where memory binds, prices of it tell well enough where a start leads
         before, several = self._best(), len(self.theory.mesh.axes) > 1
@@ -393,18 +392,23 @@ class Alternation:
             for start in where_memory_binds(speeds, self.sizes, self.fitting.capacity, compute):
                 yield {r: start[r.kind == "storage"] for r in self.rows}
 
-    def _longer(self) -> None:
-        """Where memory binds in a small problem and the best program may be far from the best one at its ratios: one search more, a long one."""
+    def longer(self) -> list[Candidate]:
+        """What one search more finds, a long one, where memory binds in a small problem and the best program may be far from the best one at its
+        ratios. For the best view only."""
+        if not self.found or self.prices is None or len(self.problem.steps) > EXACT or self.setting.within:
+            return []
         best = self._best()
-        if self.prices is None or best.gap <= STALLED or len(self.problem.steps) > EXACT or self.setting.within:
-            return
+        if best.gap <= STALLED:
+            return []
         solution = next(s for s, _ in self.goals.values() if s.program is best.program)
         lengths, shares = dict(best.lengths), self.costs.lengths_to_shares(best.lengths)
         self.fitting.correct(solution, self._goal(solution).memory(shares), lengths)  # for the limits
-        found, _ = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, LONG)
-        if found is not None:
-            self.counters.search.add(found.statistics)
-            self._keep(found, self._goal(found), lengths, self._by_kind(best.shares))
+        found, _ = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, LONGER)
+        if found is None:
+            return []
+        self.counters.search.add(found.statistics)
+        kept = self._keep(found, self._goal(found), lengths, self._by_kind(best.shares))
+        return [kept] if kept is not None else []
 
     def from_even_shares(self) -> list[Candidate]:
         """Candidates from even shares, where `_starts` left them out because a search on several axes costs more. For the best view only."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hapx.advice import advised
-from hapx.alternation import FEW_STEPS, HOPELESS, MAY_FIT, Alternation, Counters, Setting, needless
+from hapx.alternation import FEW_STEPS, MAY_FIT, Alternation, Counters, Setting, needless
 from hapx.balancer.borders import WORTH, Freed, free_borders
 from hapx.balancer.rounding import per_device
 from hapx.balancer.untied import Untied
@@ -42,6 +42,7 @@ from hapx.restriction import Restriction, restriction, with_remat
 from hapx.simulate import iteration_time
 from hapx.stages.numbers import may_have_stages
 from hapx.synth.forbidden import NOTHING
+from hapx.synth.search import HOPELESS
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
 from hapx.theory.triple import Theory
@@ -146,7 +147,8 @@ def plan_spmd(
     old += hiding
     ranked = _ranked(found, old, timed) if hiding else ranked
     began = time.perf_counter()
-    more = alternations[ranked[0].mesh.name].from_even_shares()
+    of_best = alternations[ranked[0].mesh.name]
+    more = [*of_best.from_even_shares(), *of_best.longer()]
     counters.search_time += time.perf_counter() - began
     if more:
         ranked = _ranked([*found, *more], old, timed)
@@ -240,7 +242,9 @@ def _in_segments(setting: Setting, best: Candidate, freed: Freed, counters: Coun
     found: list[Candidate] = []
     with suppress(InsufficientMemoryError, PlanError):  # what fits with one row is known
         told = Teller(setting.progress, counters.search, best.mesh.name, 1, 1, best.cost)
-        found = Alternation(replace(setting, graph=graph, start=start, old=None), theory, counters, told).candidates(best.cost)
+        own = Alternation(replace(setting, graph=graph, start=start, old=None), theory, counters, told)
+        found = own.candidates(best.cost)
+        found += own.longer() if min((c.cost for c in found), default=inf) < best.cost else []
     counters.search_time += time.perf_counter() - began
     return found
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from benchmarks.planning_cases import Case, case
-from hapx.alternation import BY_NAME, HOPELESS, MAX_ALTERNATIONS, Alternation, Counters
+from hapx.alternation import BY_NAME, MAX_ALTERNATIONS, Alternation, Counters
 from hapx.cluster.spec import ClusterSpec, DeviceType, Link
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
@@ -27,11 +27,14 @@ from hapx.progress import Teller
 from hapx.restriction import BASELINES, Restriction
 from hapx.starts import where_little_is_left, where_memory_binds
 from hapx.synth.astar import Statistics
+from hapx.synth.problem import Problem
+from hapx.synth.search import HOPELESS, LONGER, attempt
 from hapx.theory.derive import derive
 
 SEEDS = (0, 5, 13)  # on flat meshes, memory does not bind
 TWO_AXES = 2
 BINDING = 29
+TWO_VIEWS = 59  # memory binds, on both
 
 
 def planned(of: Case, cluster: ClusterSpec | None = None, old: Plan | None = None) -> Plan:
@@ -74,6 +77,20 @@ def test_a_view_in_which_nothing_comes_near_is_not_searched(seed: int) -> None:
         assert (searched.hopeless > HOPELESS and not searched.counters.alternations) == (not found[times])
     assert not found[0.5]
     assert min(c.cost for c in found[1.0]) == min(c.cost for c in found[2.0]) == best
+
+
+def test_only_the_best_view_gets_a_long_search_where_memory_binds(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, budgets = case(TWO_VIEWS), []
+
+    def spied(of: Problem, *given: Any) -> Any:
+        budgets.append((of.theory.mesh.name, given[4]))
+        return attempt(of, *given)
+
+    monkeypatch.setattr("hapx.alternation.attempt", spied)
+    counters = Counters()
+    best = plan_spmd(replace(problem.setting, strict=True), counters)[0]
+    assert len(counters.views) == 2
+    assert [view for view, budget in budgets if budget == LONGER] == [best.mesh.name]
 
 
 def faster_device(cluster: ClusterSpec) -> ClusterSpec:

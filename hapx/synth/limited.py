@@ -43,10 +43,10 @@ class Priced:
 
 
 def fitting(
-    search: Search, cheapest: State, limits: Vector, tolerance: float, start: Vector | None = None, known: Sequence[Vector] = ()
+    search: Search, cheapest: State, limits: Vector, tolerance: float, start: Vector | None = None, asked: Sequence[Vector] = ()
 ) -> Priced:  # fmt: skip
     """search: prices -> (the best state at these prices, relative gap of its proof, a combination of it with others that fits, with its seconds, if
-    that is the best so far). cheapest: the best one without limits, which does not fit. start: prices to begin with. known: prices with
+    that is the best so far). cheapest: the best one without limits, which does not fit. start: prices to begin with. asked: prices with
     which the search was made already, and takes no time. Ends without a state where all that fit would take more than `HOPELESS` times as long, or
     where memory is too scarce to tell: at prices beside which time hardly counts."""
     low, high = [0.0] * len(limits), [inf] * len(limits)
@@ -54,7 +54,7 @@ def fitting(
     prices = tuple(start) if start is not None and any(start) else tuple(first)
     found, dominant = Priced(None, inf, cheapest.estimate, prices), DOMINANT * cheapest.estimate
 
-    def asked(prices: Vector) -> State:
+    def ask(prices: Vector) -> State:
         nonlocal found
         state, gap, spliced = search(prices)
         assert state is not None, "a program exists without limits"
@@ -69,10 +69,10 @@ def fitting(
         _narrow(prices, state.memory, limits, low, high)
         return state
 
-    for at in known:
-        asked(at)
+    for at in asked:
+        ask(at)
     for _ in range(ROUNDS):
-        state = asked(prices)
+        state = ask(prices)
         closed = all(h <= low[k] * CLOSE or h < NEGLIGIBLE * cheapest.estimate / limits[k] for k, h in enumerate(high) if h < inf or low[k])
         scarce = found.best is None and all(p * n >= dominant for p, used, n in zip(prices, state.memory, limits, strict=True) if used > n)
         if scarce or found.cost * (1 - tolerance) <= found.bound or found.bound > HOPELESS * cheapest.estimate or (found.best is not None and closed):

@@ -15,8 +15,8 @@ proven by the bound, unless the search ends with its budget; then a wider beam f
 steps, the search once more from there. Where memory must be priced, the prices may leave a gap. `statistics.gap` says what was proven. Where only a
 part of the sums of gradients counts (`hapx.overlap`), searches end early, as on two axes they would take longer than what they bring is worth.
 They also end early at shares where the bound says that no program is as fast as one that is known at others, as soon as it says so, and where
-little is asked of them (`Problem.within`); no wider beam follows then. At shares that are only tried (`Problem.rough`) they are as long as ever, but
-good enough earlier.
+little is asked of them (`Problem.within`); no wider beam follows then. Where prices of memory say that all that fits is far from what is known, there
+is no search with memory as part of the state. At shares that are only tried (`Problem.rough`) they are as long as ever, but good enough earlier.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ BUDGET = 6_000  # partial programs that one search keeps at most, once it has a 
 SHORT = BUDGET // 6  # where little is to be expected
 NEARBY = 0.05  # relative difference of shares at which wider beams hardly find anything else than before
 AGAIN = 20_000  # the same once more, where beams found something better and left less than `NEAR`, on one axis and up to `NEARLY[1]` steps
-LONG = 60_000  # the same for problems of up to EXACT steps in which memory binds, where a single one is searched
+LONG = 60_000  # the same for problems of up to EXACT steps in which memory binds, where a single one is searched,
+LONGER = 20_000  # and for the best of many: what longer searches find there are proofs more than programs
 EXACT = 100  # steps up to which a problem is solved to the end
 NEARLY = (400, 110)  # and up to which one is solved to a, on meshes of one axis and of several,
 ALMOST = 1e-6  # relative distance from the optimum
@@ -72,6 +73,7 @@ PRICED = (NARROW, WIDTH), (NARROW, Width(4, True))
 PACE = (300, BUDGET // 3)
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WORTH = 0.25  # of the distance: what a beam may leave, which follows nothing that is not better by more
+HOPELESS = 1.5  # what takes that many times what is known elsewhere is not balanced further (`hapx.alternation`)
 WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
 
 
@@ -124,7 +126,7 @@ def attempt(
         return cheapest, ()
     if not possible():
         return None, (cheapest,)
-    found, least = _limited(domain, shares, limits, key, best, prices, statistics, budget)
+    found, least = _limited(domain, shares, limits, key, best, prices, statistics, budget, known)
     if found is not None:
         return found, (cheapest,)
     assert least is not None, "found by prices of memory"
@@ -139,33 +141,33 @@ def attempt(
 
 def _limited(
     domain: Synthesis, shares: Shares, limits: Vector, key: ProgramKey, cheapest: State, prices: Vector | None, statistics: Statistics,
-    budget: int | None,
+    budget: int | None, known: float,
 ) -> tuple[Solution | None, Solution | None]:  # fmt: skip
     """The cheapest program that fits, None where none was found; and, where prices of memory led to none, the one of least memory. `cheapest` does
     not fit. domain: that of the search without limits. What prices led to at the same shares, when limits were others, is known."""
     problem, splices = domain.problem, Splices(domain, limits)
     small = budget is not None and len(problem.steps) <= EXACT
-    known: dict[Vector, tuple[State | None, float, Synthesis]] = conversions(problem, shares).priced.setdefault(small, {})
+    asked: dict[Vector, tuple[State | None, float, Synthesis]] = conversions(problem, shares).priced.setdefault(small, {})
 
     def priced(at: Vector) -> tuple[State | None, float, tuple[State, float] | None]:
-        if at not in known:
+        if at not in asked:
             own, there = Statistics(), Synthesis(problem, shares, None, prices=at)
             state = _search(there, own, WITHIN, SHORT, wide=small, widths=() if small else PRICED[len(problem.theory.mesh.axes) > 1])
-            known[at] = state, own.gap, there
+            asked[at] = state, own.gap, there
             own.gap = 0.0
             statistics.add(own)
-        state, gap, there = known[at]
+        state, gap, there = asked[at]
         return state, gap, splices.add(state, there) if state is not None else None
 
     splices.add(cheapest, domain)
-    found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices, tuple(known))
+    found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices, tuple(asked))
     best, cost, least = found.best, found.cost, None
     if best is None:
         least = least_memory(problem, shares, limits, key, SHORT if budget is None else BUDGET)
         if least.cost > 1:
             return None, least
     exact = None
-    if small:
+    if small and (best is None or found.bound <= HOPELESS * known):
         with suppress(Crowded):
             exact = _with_memory(problem, shares, limits, found.prices, best, cost, statistics, budget)
     if exact is not None:

@@ -61,7 +61,7 @@ def test_prices_that_are_known_narrow_what_is_left() -> None:
     before = Search(*programs)
     fitting(before, free, LIMITS, 1e-4)
     again, anew = Search(*programs), Search(*programs)
-    found = fitting(again, free, less, 1e-4, known=before.asked)
+    found = fitting(again, free, less, 1e-4, asked=before.asked)
     assert again.asked[: len(before.asked)] == before.asked
     expected = fitting(anew, free, less, 1e-4)
     cheapest = min(seconds for seconds, memory in programs if max(memory) <= 94)

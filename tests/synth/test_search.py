@@ -83,6 +83,28 @@ def test_equals_enumeration_where_memory_binds(seed):
     replay(solution.program, theory, solution.storage_of)
 
 
+@pytest.mark.parametrize("seed", (5, 13, 21))
+def test_memory_is_no_part_of_the_state_where_all_that_fits_is_far_from_what_is_known(seed, monkeypatch):
+    """What prices of memory found will do then, with the gap that they prove; where it may be near, the search is made."""
+    theory, costs, shares = case(seed)
+    free = synthesize(theory, costs, shares, restriction=RULE)
+    least = least_memory(build(theory, costs, RULE), shares, (1.0,) * len(costs.kinds), program_key(theory))
+    top = max(least.memory)
+    limits = tuple(max(1.001 * top, 0.6 * top + 0.4 * m) for m in free.memory)
+    best = synthesize(theory, costs, shares, limits, restriction=RULE).cost
+    asked = []
+    with_memory = synth_search._with_memory
+    monkeypatch.setattr("hapx.synth.search._with_memory", lambda *given: asked.append(given) or with_memory(*given))
+    found = {}
+    for times in (0.5, 1.1):
+        known, asked[:] = times * best, []
+        found[times], _ = attempt(build(theory, costs, RULE), shares, limits, program_key(theory), known=known)
+        assert bool(asked) == (times > 1)
+    assert found[1.1].cost == pytest.approx(best, rel=1e-9)
+    assert best <= found[0.5].cost * (1 + 1e-9) and found[0.5].cost * (1 - found[0.5].statistics.gap) <= best * (1 + 1e-9)
+    assert all(m <= limit for m, limit in zip(found[0.5].memory, limits, strict=True))
+
+
 def test_the_smallest_program_says_how_good_it_is(monkeypatch):
     """Where no search finds what fits, the program of least memory is taken; its gap covers how much dearer it is than the best one."""
     theory, costs, shares = case(25)
