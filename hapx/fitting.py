@@ -35,7 +35,6 @@ class Fitting:
         self.capacity: Vector = np.asarray(costs.capacity)
         self.reset()
         self.strict = strict
-        self._spared: Vector = (0.0 if strict else SPARED) * self.capacity
 
     def reset(self, limits: Vector | None = None) -> None:
         """As if no program had been looked at; or with limits that one has shown."""
@@ -44,7 +43,7 @@ class Fitting:
     def correct(self, solution: Solution | Candidate, total: Vector, lengths: Lengths) -> bool:
         """Whether the peak fits; the limits become those that this program would have needed. total: the program's sum at the lengths; where that is
         far below the capacity, the peak is not looked at (unless strict)."""
-        if (total <= self._spared).all():
+        if not self.strict and (total <= SPARED * self.capacity).all():
             return True
         highest, _ = self.peak(solution, lengths)
         self.limits = np.maximum(self.capacity + total - highest, 0.01 * self.capacity)

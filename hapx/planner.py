@@ -109,6 +109,7 @@ def plan_spmd(
     old: list[Candidate] = []
     failures: list[HapError] = []
     alternations: dict[str, Alternation] = {}
+    exact = setting  # strict once memory binds
     derived: dict[tuple[int, int | None], Theory] = {}
     allowed = views(setting.cluster, setting.rule) if meshes is None else meshes
     for number, mesh in enumerate(allowed, 1):
@@ -125,7 +126,7 @@ def plan_spmd(
         began = time.perf_counter()
         outcome: dict[str, Any] = {"view": mesh.name}
         try:
-            alternation = alternations[mesh.name] = Alternation(setting, theory, counters, told, min(found, key=lambda c: c.cost, default=None))
+            alternation = alternations[mesh.name] = Alternation(exact, theory, counters, told, min(found, key=lambda c: c.cost, default=None))
             own = alternation.candidates(known / (1 + SIMPLER * needless(mesh, setting.cluster)))
             found += own
             old += [alternation.old] if alternation.old is not None else []
@@ -133,6 +134,8 @@ def plan_spmd(
         except (InsufficientMemoryError, PlanError) as failure:
             failures.append(failure)
             outcome["error"] = str(failure)
+        if mesh.name in alternations and alternations[mesh.name].binds:
+            exact = replace(setting, strict=True)
         outcome["search_time"] = time.perf_counter() - began
         counters.search_time += outcome["search_time"]
         counters.views.append(mesh.name)
@@ -152,7 +155,7 @@ def plan_spmd(
     counters.search_time += time.perf_counter() - began
     if more:
         ranked = _ranked([*found, *more], old, timed)
-    ranked = _with_segments(setting, ranked, alternations[ranked[0].mesh.name], timed, counters)
+    ranked = _with_segments(exact, ranked, alternations[ranked[0].mesh.name], timed, counters)
     if not setting.strict and not ranked[0].fits:
         return plan_spmd(replace(setting, strict=True), counters, meshes)
     counters.search.gap = ranked[0].gap

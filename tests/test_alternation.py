@@ -79,6 +79,16 @@ def test_a_view_in_which_nothing_comes_near_is_not_searched(seed: int) -> None:
     assert min(c.cost for c in found[1.0]) == min(c.cost for c in found[2.0]) == best
 
 
+@pytest.mark.parametrize("seed", (0, BINDING, TWO_VIEWS))
+def test_peaks_of_small_sums_are_looked_at_once_memory_binds(seed: int) -> None:
+    problem = case(seed)
+    theory, told = derive(problem.graph, problem.mesh), Teller(None, Statistics(), problem.mesh.name, 1, 1, inf)
+    alternation = Alternation(problem.setting, theory, Counters(), told)
+    found = alternation.candidates(inf)
+    assert alternation.binds == alternation.fitting.strict == problem.binds
+    assert all(c.fits for c in found)
+
+
 def test_only_the_best_view_gets_a_long_search_where_memory_binds(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, budgets = case(TWO_VIEWS), []
 
