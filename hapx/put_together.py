@@ -52,13 +52,15 @@ class Made:
 
 
 def look_ahead(wanted: Iterable[tuple[Asker, Pipeline]]) -> None:
-    """Plans the stages that are not planned yet, as many as there are cores at a time."""
-    jobs: dict[tuple[int, Hashable], tuple[Asker, Callable[[], Planned]]] = {}
+    """Plans the stages that are not planned yet, as many as there are cores at a time: the longest first, so that none is left alone in the end."""
+    jobs: dict[tuple[int, Hashable], tuple[int, Asker, Callable[[], Planned]]] = {}
     for asker, pipeline in wanted:
         for s in pipeline.stages:
-            jobs |= {(id(asker), key): (asker, plan) for key, plan in asker.missing(s.start, s.stop, s.shape, s.answer.plan).items()}
-    found = at_the_same_time([plan for _, plan in jobs.values()])
-    for ((_, key), (asker, _)), planned in zip(jobs.items(), found, strict=True):
+            missing = asker.missing(s.start, s.stop, s.shape, s.answer.plan)
+            jobs |= {(id(asker), key): (s.stop - s.start, asker, plan) for key, plan in missing.items()}
+    longest = sorted(jobs.items(), key=lambda job: -job[1][0])
+    found = at_the_same_time([plan for _, (_, _, plan) in longest])
+    for ((_, key), (_, asker, _)), planned in zip(longest, found, strict=True):
         asker.pieces[key] = planned
 
 

@@ -22,8 +22,9 @@ from hapx.inter_op import at_full_speed, pipelines
 from hapx.parts import crossing
 from hapx.plan import Plan
 from hapx.planner import key_of
+from hapx.put_together import look_ahead
 from hapx.restriction import AUTO
-from hapx.stage_prices import _round
+from hapx.stage_prices import Planned, _round
 from hapx.stages.costs import ONE_F_ONE_B
 from hapx.stages.numbers import numbers_of_micro_batches
 from hapx.stages.plain import pipeline_by_hand
@@ -66,6 +67,24 @@ def test_what_several_answers_take_is_searched_for_at_the_same_time(monkeypatch:
     assert together.calls == alone.calls  # with those of thriftier levels, which are asked about one by one
     together.prepare(shapes)
     assert together.calls == alone.calls
+
+
+def test_of_stages_that_are_planned_at_the_same_time_the_longest_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    four = asker(4)
+    pipeline = pipeline_by_hand((0, 1, len(four.layers)), ((0, 1), (2, 3)), SLOW, four.prices(), ONE_F_ONE_B)
+    assert pipeline is not None
+    short, long = pipeline.stages
+    planned = list[int]()
+
+    def noted(start: int, stop: int, *_: object) -> Planned:
+        planned.append(stop - start)
+        return None, 0
+
+    monkeypatch.setattr(processes, "_cores", lambda: 1)
+    monkeypatch.setattr(four, "_planned", noted)
+    look_ahead([(four, pipeline)])
+    assert planned == [long.stop - long.start, short.stop - short.start] and planned[0] > planned[1]
+    assert all((four.classes[s.start : s.stop], s.shape, s.answer.plan) in four.pieces for s in pipeline.stages)
 
 
 class Odd(nn.Module):

@@ -208,6 +208,12 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
     return Trace(program, "module.", seen.places, seen.container, device)
 
 
+def load_exporter() -> None:
+    """Loads what torch only loads when it exports for the first time (0.2 s). Called before the process is copied, it is done once."""
+    with _quiet():
+        torch.export.export(nn.Identity(), (torch.zeros(1, device="cpu"),), strict=False)
+
+
 def _export(
     module: nn.Module, inputs: Inputs, twins: Any, device: torch.device, loss_fn: Callable[..., Tensor] | None
 ) -> tuple[ExportedProgram, _Seen]:

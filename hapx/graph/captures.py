@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hapx.errors import HapError
 from hapx.graph.capture import capture
 from hapx.graph.capture_inputs import bind_inputs
+from hapx.graph.capture_trace import load_exporter
 from hapx.ir import Graph
 from hapx.processes import Later, beside, is_copy
 
@@ -54,6 +55,7 @@ class Captures:
             yield
             return
         with self._stack:
+            load_exporter()
             # a copy that fails says nothing: what is asked for is captured here then
             copy = self._stack.enter_context(beside(lambda: {n: self._part(batch, n) for n in wanted} if is_copy() else {}))
             self._copy, self.coming = (copy, wanted) if copy.elsewhere else (None, ())

@@ -57,8 +57,9 @@ class Label(NamedTuple):
 
 
 class Front(NamedTuple):
-    """Stages that end before a layer, one entry for each move, first layer and option that may be of interest, and what goes before it at least
-    [grid, entries]. shapes: of the moves; which: of them, per entry."""
+    """Stages that end before a layer, one entry for each move, first layer and option that may be of interest, and what goes before it at least:
+    `ahead` and the largest period `top` [grid, entries]. shapes: of the moves; which: of them, per entry. crossings: seconds per entry of what
+    crosses to the stage behind, by its shape (-1: there is none)."""
 
     moves: list[Move]
     starts: list[int]
@@ -71,6 +72,7 @@ class Front(NamedTuple):
     top: Floats
     ahead: Floats
     rest: Floats
+    crossings: dict[int, Floats]
 
 
 class Searcher:
@@ -134,13 +136,16 @@ class Searcher:
         front = self._fronts[key]
         if front is None:
             return []
-        crossing = np.array([self._crossing(label, shape) for shape in front.shapes])[front.which]
+        back = label.choice.move.shape if label.choice is not None else -1
+        crossing = front.crossings.get(back)
+        if crossing is None:
+            crossing = front.crossings[back] = np.array([self._crossing(label, shape) for shape in front.shapes])[front.which]
         total = label.total + front.micro + crossing
         behind = ONE_WAY * (crossing + (label.choice.crossing if label.choice is not None else 0.0))  # of the stage behind the new one
         period = np.maximum(np.maximum(front.micro, behind) if hides else front.micro + crossing, label.period)
         update = np.maximum(front.update, label.iteration)
         if n > 1:
-            rest = np.minimum.reduce(front.ahead + (n - 1) * np.maximum(np.maximum(period, front.top), frontier.before[:, None]), axis=0)
+            rest = np.minimum.reduce(front.ahead + (n - 1) * np.maximum(period, front.top), axis=0)
         else:
             rest = front.ahead[0]
         value = total + rest + np.maximum(update, front.rest)
@@ -173,7 +178,8 @@ class Searcher:
         known, which = np.unique(np.array(shapes)[move], return_inverse=True)
         return Front(
             [moves[m] for m in move.tolist()], (first + (stop - width)).tolist(), option.tolist(), known.tolist(), which, micro[of_interest],
-            update[of_interest], fits[of_interest], top[move, first], ahead[move, :, first].T, rest[move, first],
+            update[of_interest], fits[of_interest], np.maximum(top[move, first], frontier.before[:, None]), ahead[move, :, first].T,
+            rest[move, first], {},
         )  # fmt: skip
 
     def _crossing(self, label: Label, shape: int) -> float:
