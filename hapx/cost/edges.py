@@ -199,6 +199,18 @@ class EdgePrices:
             at[i] = shares[cut]
         return EdgesPriced(self, shares, self._const + self._slope * at[self._cut], exposed)
 
+    def ends_phases(self) -> Mask:
+        """(edge, direction) -> whether it ends a phase forward, and one backward, in whatever variant."""
+        found = np.zeros((self.count, 2), dtype=bool)
+        for part in self.parts:
+            found[part.edges] = True
+        for part in self.parts:
+            cuts = ~part.sums & self.costs.links[part.axis].cuts
+            np.logical_and.at(found, part.edges, np.stack([cuts & (part.forward > 0), cuts & (part.backward > 0)], axis=1))
+        for edge, _, cuts_, ahead in self.recuts.tolist():
+            found[edge, 0 if ahead else 1] |= bool(cuts_)
+        return found
+
     def _recuts(self, edges: _Along) -> Iterator[tuple[int, int, bool, bool]]:
         """See `recuts`."""
         for k in np.flatnonzero(edges.again).tolist():
@@ -284,22 +296,23 @@ class EdgesPriced:
         links, times = self.prices.costs.links[part.axis], (int(part.forward[row]), int(part.backward[row]))
         return Moved(tuple(self.values[place][which][row].tolist()), *times, bool(part.sums[row]), links.cuts, (ahead, back))
 
-    def weighted(self, forward: Array, backward: Array) -> Array:
-        """(edge, weights) -> weighted seconds; the weights of what runs forward, and backward: weights x kinds."""
+    def weighted(self, forward: Array, backward: Array, alone: bool = True) -> Array:
+        """(edge, weights) -> weighted seconds; the weights of what runs forward, and backward: weights x kinds. alone: with communication for which
+        not all kinds wait (and, without, of what is cut again nothing else either)."""
         prices = np.full((self.prices.count, len(forward)), np.inf)
         for part, values, copies in zip(self.prices.parts, self.values, self.copies, strict=True):
             found = []
             for value, (ahead, back) in zip(values, copies, strict=True):
                 apart = value @ forward.T * part.forward[:, None] + value @ backward.T * part.backward[:, None]
                 together = value.max(axis=1, keepdims=True) * (part.forward + part.backward)[:, None]
-                found.append(np.where(part.joins[:, None], together, apart) + ahead @ forward.T + back @ backward.T)
+                found.append(np.where(part.joins[:, None], together, apart if alone else 0.0) + ahead @ forward.T + back @ backward.T)
             best: Array = np.where(part.even[:, None], found[0], np.minimum.reduce(found))
             np.minimum.at(prices, part.edges, best)
         prices[np.isinf(prices)] = 0.0  # nothing moves
         of_edge, terms, waited, forth = self.prices.recuts.T
         seconds = self.prices.terms.values(self.shares)[terms]
-        alone = np.where(forth[:, None], seconds @ forward.T, seconds @ backward.T)
-        np.add.at(prices, of_edge, np.where(waited[:, None], seconds.max(axis=1, keepdims=True), alone))
+        own = np.where(forth[:, None], seconds @ forward.T, seconds @ backward.T) if alone else 0.0
+        np.add.at(prices, of_edge, np.where(waited[:, None], seconds.max(axis=1, keepdims=True), own))
         return prices
 
     def _values(self, part: Part) -> list[Array]:

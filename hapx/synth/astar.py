@@ -27,6 +27,7 @@ from typing import Generic, Protocol, TypeVar
 TOLERANCE = 1e-11
 ROUNDING = 1e-12  # of an estimate: more than rounding does to what is spent
 EVERY = 200  # expansions between two calls of whoever watches
+LONG = 200  # nodes that a search keeps, from which on decisions are asked whether all that they make is dominated: to know that takes preparation
 
 Watch = Callable[[int, float, float | None], None]  # expansions since the last call, least estimate that is open, best solution known
 
@@ -49,8 +50,9 @@ class Domain(Protocol[N]):
 
     def start(self) -> N | None: ...
 
-    def successors(self, node: N, limit: float, most: int | None = None) -> Iterable[N]:
-        """The next partial solutions whose estimate is below `limit`; `most`: only those of the so many best decisions."""
+    def successors(self, node: N, limit: float, most: int | None = None, front: Front[N] | None = None) -> Iterable[N]:
+        """The next partial solutions whose estimate is below `limit`; `most`: only those of the so many best decisions. front: of their level: those
+        that something there dominates need not be made."""
 
     def dominates(self, a: N, b: N) -> bool:
         """Whether a's cost makes b superfluous, given that a's place includes b's and that it has not spent more."""
@@ -74,10 +76,10 @@ class Domain(Protocol[N]):
 
 @dataclass(slots=True)
 class Statistics:
-    """expansions: nodes expanded; generated: nodes made; kept: those that the frontier of a search took in; dominated, bounded: dropped by the two
-    rules (bounded: also decisions that were not followed for it); unfit: dropped for a limit of the domain (memory); cut: dropped without proof, by
-    the width of a beam, where a beam follows only what repeats itself, or with the budget; unproven: searches that ended with their budget; gap: by
-    how much, relative, a solution may be above the best one, the largest of all."""
+    """expansions: nodes expanded; generated: nodes made, and decisions all of whose nodes were seen to be dominated before; kept: those that the
+    frontier of a search took in; dominated, bounded: dropped by the two rules (bounded: also decisions that were not followed for it); unfit: dropped
+    for a limit of the domain (memory); cut: dropped without proof, by the width of a beam, where a beam follows only what repeats itself, or with the
+    budget; unproven: searches that ended with their budget; gap: by how much, relative, a solution may be above the best one, the largest of all."""
 
     expansions: int = 0
     generated: int = 0
@@ -114,15 +116,9 @@ class Front(Generic[N]):
     def admit(self, node: N) -> bool:
         """Adds a node and removes those that it dominates (marking them dead); False if it is dominated itself."""
         place, dominates, rounding = node.place, self.domain.dominates, ROUNDING * node.estimate
-        last, most, least = self._last.get(place), node.spent + rounding, node.spent - rounding
-        if last is not None and not last.dead and last.spent <= most and dominates(last, node):
+        least = node.spent - rounding
+        if self.covers(place, node.spent + rounding, lambda other: dominates(other, node)):
             return False
-        for _, spent, others in self._of(self._including(place)):
-            if spent[0] <= most:
-                for other in others if spent[-1] <= most else others[: bisect_right(spent, most)]:
-                    if dominates(other, node):
-                        self._last[place] = other
-                        return False
         for other_place, spent, others in self._of(self._included(place)):
             if spent[-1] >= least:
                 for i in range(len(others) - 1, bisect_left(spent, least) - 1, -1):
@@ -136,6 +132,19 @@ class Front(Generic[N]):
         spent.insert(at, node.spent)
         others.insert(at, node)
         return True
+
+    def covers(self, place: int, most: float, dominates: Callable[[N], bool]) -> bool:
+        """Whether a node whose place includes this one, and that has spent at most so much, dominates something."""
+        last = self._last.get(place)
+        if last is not None and not last.dead and last.spent <= most and dominates(last):
+            return True
+        for _, spent, others in self._of(self._including(place)):
+            if spent[0] <= most:
+                for other in others if spent[-1] <= most else others[: bisect_right(spent, most)]:
+                    if dominates(other):
+                        self._last[place] = other
+                        return True
+        return False
 
     def nodes(self) -> list[N]:
         return [node for number in self.places.values() for node in self._shelves[number][2]]
@@ -318,7 +327,8 @@ def search(
         statistics.expansions += 1
         if watch is not None and statistics.expansions % EVERY == 0:
             watch(EVERY, estimate, best.estimate if best is not None else None)
-        for successor in chain(domain.successors(node, limit), domain.leaps(node, limit)):
+        front = fronts[node.level + 1] if count >= LONG else None
+        for successor in chain(domain.successors(node, limit, front=front), domain.leaps(node, limit)):
             generated += 1
             if not fronts[successor.level].admit(successor):
                 statistics.dominated += 1

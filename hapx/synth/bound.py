@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hapx.cost.edges import Array, Numbers
+from hapx.cost.edges import Array, Mask, Numbers
 from hapx.synth.effect import Vector
 from hapx.synth.moves import Moves
 from hapx.synth.outline import Value
@@ -56,6 +56,7 @@ class Bound:
         self._together: dict[tuple[int, int, int], Vector] = {}
         self._several: dict[tuple[int, int, int, int], list[Array]] = {}
         self._steps: dict[tuple[int, int, int], Array] = {}
+        self._paid: dict[tuple[int, int], tuple[Array, Array | None, Numbers]] = {}
         self.outline = self.relaxation.outline
 
     def rest(self, level: int, place: int) -> Vector:
@@ -108,6 +109,47 @@ class Bound:
         total: Array = (self._choice(level, place) + pending).max(axis=1)
         return cost + total
 
+    def paid(self, level: int, place: int, cost: float, forward: Vector, backward: Vector) -> Array | None:
+        """Per choice of a step, a lower bound of what is spent after it, with what is pending on each pair of kinds; None where there are not
+        weights for every pair. Arguments as of `choices`."""
+        if not self._every:
+            return None
+        step, pairs = self.problem.steps[level], len(self.relaxation.weights.pairs)
+        key = level, place & step.reads
+        if key not in self._paid:
+            weighted = self.relaxation.priced.weighted(step.kind, self.outline.first[level])
+            own = (weighted.base if weighted.cuts is None else weighted.base + weighted.cuts.after)[:, :pairs]
+            later, ended = self._ended(level, place, weighted)
+            behind = own + later if ended.any() and self.relaxation.moves.capacity is None else None  # bytes wait for nothing
+            self._paid[key] = own + self._converted(level, place, weighted)[:, :pairs], behind, ended[:, 0] + 2 * ended[:, 1]
+        plain, behind, how = self._paid[key]
+        pending = [there + back for there in forward for back in backward]
+        least: Array = plain + np.array(pending)
+        if behind is not None:
+            slowest, last = max(forward), max(backward)  # by whether a phase ends forward, and backward
+            waited = [slowest + back for _ in forward for back in backward], [there + last for there in forward for _ in backward]
+            least = np.maximum(least, behind + np.array([pending, *waited, [slowest + last] * len(pending)])[how])
+        return cost + least
+
+    def _ended(self, level: int, place: int, weighted: Weighted) -> tuple[Array, Mask]:
+        """Of the conversions of a step: (choice, pairs of kinds) -> what they cost, and (choice, direction) -> whether they end the phase that has
+        begun before, whichever they are. Then all kinds have waited for the slowest one, and what comes later costs what it costs every pair. Of what
+        may come before that, only what all kinds wait for counts; and only those end it that come before any of a parameter, which is part of the
+        step's own cost."""
+        step, sheet, prices, pairs = self.problem.steps[level], self.problem.sheet, self.relaxation.priced, len(self.relaxation.weights.pairs)
+        read = zip(step.kind.slots, step.slot_shifts, weighted.needs, strict=True)
+        slots = [(k, slot.table, place >> at & slot.table.full, needs) for k, (slot, at, needs) in enumerate(read) if slot.fixed is None]
+        values = [(k, table, mask, needs) for k, table, mask, needs in slots if not table.stored]
+        first = next((k for k, slot in enumerate(step.kind.slots) if slot.table.stored), len(step.kind.slots))
+        ends = [sheet.ends_phases(table, mask)[needs] & (k < first) for k, table, mask, needs in values]
+        open_ = np.logical_or.reduce([np.zeros((len(weighted.base), 2), dtype=bool), *ends])  # directions in which a phase is still to end
+        ended, total = open_, np.zeros((len(weighted.base), pairs))
+        for (_, table, mask, needs), own in zip(values, ends, strict=True):
+            waited, every = prices.waited(table, mask)[needs], prices.available(table, mask)[needs]
+            before, open_ = open_.any(axis=1, keepdims=True), open_ & ~own
+            total += np.where(before, np.where(open_.any(axis=1, keepdims=True), waited[:, pairs:], waited[:, :pairs]), every[:, :pairs])
+        return total, ended
+
     def _choice(self, level: int, place: int) -> Array:
         """(choice, weights) -> the least cost of the step and of what follows: the recursion of the relaxation from the placements that there are."""
         step = self.problem.steps[level]
@@ -119,14 +161,20 @@ class Bound:
         if key not in self._steps:
             known = [self._weighted(context, level) for context in contexts]
             weighted = known[0][0]
-            total = np.maximum.reduce([own.total(then) for own, then in known])
-            for slot, shift, needs in zip(step.kind.slots, step.slot_shifts, weighted.needs, strict=True):
-                if slot.fixed is None and not slot.table.stored:
-                    total = total + self.relaxation.priced.available(slot.table, place >> shift & slot.table.full)[needs]
+            total = np.maximum.reduce([own.total(then) for own, then in known]) + self._converted(level, place, weighted)
             for join, _ in self.outline.making[level]:
                 total = np.maximum(total, self.relaxation.ahead[join.level].choices(level, place, step, weighted))
             self._steps[key] = total
         return self._steps[key]
+
+    def _converted(self, level: int, place: int, weighted: Weighted) -> Array:
+        """(choice, weights) -> the least cost of having what a step reads where each choice needs it, parameters left out."""
+        step = self.problem.steps[level]
+        total: Array = np.zeros((1, len(self.relaxation.weights)))
+        for slot, shift, needs in zip(step.kind.slots, step.slot_shifts, weighted.needs, strict=True):
+            if slot.fixed is None and not slot.table.stored:
+                total = total + self.relaxation.priced.available(slot.table, place >> shift & slot.table.full)[needs]
+        return total
 
     def _contexts(self, level: int, place: int) -> list[Context]:
         """The one that knows the placements of the parameters that are live, and the one that knows of a parameter that is not yet."""

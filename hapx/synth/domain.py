@@ -9,7 +9,7 @@ Memory may have *prices* instead (seconds per byte and kind, see `hapx.synth.lim
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from math import inf
 from operator import add, le, mul, sub
@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 from hapx.cost.terms import Shares
-from hapx.synth.astar import ROUNDING
+from hapx.synth.astar import ROUNDING, Front
 from hapx.synth.bound import Bound
 from hapx.synth.effect import Effect, Effects, Vector, compose, plus, repeated
 from hapx.synth.moves import Move, Moves
 from hapx.synth.periods import Repetition
-from hapx.synth.problem import Problem
+from hapx.synth.problem import Choice, Problem, Step
 from hapx.synth.seeds import Mask
 
 SETTLED = 4  # rounds after which beams follow what repeats itself only
@@ -41,6 +41,16 @@ class State:
         self.estimate, self.parent, self.move, self.dead = estimate, parent, move, False
         self.spent = spent  # with all that is pending: what dominates a state has not spent more
         self.rounds = rounds  # (period, times): instead of by a move, by repeating the last moves before it
+
+    def spent_at_most(self, most: Iterable[float]) -> bool:
+        """Whether for every kind forward and every kind backward no more is spent, with what is pending there, than `most` says of the pair."""
+        limits = iter(most)
+        for there in self.forward:
+            spent = self.cost + there
+            for back in self.backward:
+                if spent + back > next(limits):
+                    return False
+        return True
 
 
 def moves_of(last: State) -> list[Move]:
@@ -73,6 +83,7 @@ class Following:
         self._known: list[dict[tuple[int, int], Reached]] = [{} for _ in problem.steps]  # by what is available,
         self._alike: list[dict[tuple[tuple[int, ...], int], Reached]] = [{} for _ in problem.steps]  # and by what is used of it
         self._parts: dict[int, list[tuple[int, int, int]]] = {}
+        self._places: dict[int, list[int | None]] = {}
 
     def __call__(self, level: int, mask: int, choice: int) -> Reached:
         """The moves of a choice of a step where `mask` is available."""
@@ -98,6 +109,29 @@ class Following:
             self._parts[level] = parts
         return sum((move.place >> o & full) << at for o, full, at in self._parts[level])
 
+    def places(self, level: int) -> list[int | None]:
+        """Per choice of a step the bits that all of its moves set, beside those that are set already; None where a parameter is used for the first
+        time that is used again: then it depends on the move."""
+        if level not in self._places:
+            step, kind = self.problem.steps[level], self.problem.steps[level].kind
+            if any(slot.live and first for slot, first in zip(kind.slots, self.problem.outline.first[level], strict=True)):
+                self._places[level] = [None] * len(kind.choices)
+            else:
+                self._places[level] = [_made(step, choice) for choice in kind.choices]
+        return self._places[level]
+
+
+def _made(step: Step, choice: Choice) -> int:
+    """The bits of what a choice reads, as it needs it, and of what it makes."""
+    kind, made = step.kind, 0
+    for slot, target in choice.needs:
+        if kind.slots[slot].live:
+            made |= kind.slots[slot].table.closure(target) << step.slot_shifts[slot]
+    for result, at, given in zip(kind.results, step.result_shifts, choice.gives, strict=True):
+        if result.live:
+            made |= result.table.closure(given) << at
+    return made
+
 
 class Synthesis:
     """The domain of the A* search: partial programs of a problem at given shares. limits: bytes per kind, or None if they cannot bind; capacity:
@@ -117,7 +151,7 @@ class Synthesis:
             self.fixed_memory = plus(self.fixed_memory, self.moves.values[kept.step.memory])
         self.repetition: Repetition = self.bound.relaxation.repetition
         self.only: Mapping[int, Mask] | None = None  # by id of a step class, the choices that are looked at
-        self.bounded = self.unfit = 0  # what was not followed: for the bound, for the limits
+        self.bounded = self.unfit = self.dominated = 0  # what was not followed: for the bound, for the limits, for what is there already
         self.following = Following(problem, self.moves, arrays=limits is None)
         self._left = self._least_memory() if limits is not None else []
 
@@ -129,9 +163,10 @@ class Synthesis:
         estimate = self.bound.estimate(fixed + self._priced(self.fixed_memory), self.zero, self.zero, rest)
         return State(0, self.problem.start, fixed, self.zero, self.zero, self.fixed_memory, estimate, fixed, None, None)
 
-    def successors(self, state: State, limit: float, most: int | None = None) -> list[State]:
-        """By the choices whose bound is below the limit: conversions are priced for no others. most: by so many of the best, unless the step
-        places the only parameter that is used again: what its places cost later the bounds of choices do not know."""
+    def successors(self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None) -> Iterator[State]:
+        """By the choices whose bound is below the limit, and which the front does not cover whatever they convert: conversions are priced for no
+        others. most: by so many of the best, unless the step places the only parameter that is used again: what its places cost later the bounds of
+        choices do not know."""
         estimates = self.bound.choices(state.level, state.place, state.cost + self._priced(state.memory), state.forward, state.backward)
         allowed = self.only.get(id(self.problem.steps[state.level].kind)) if self.only is not None else None
         chosen = np.flatnonzero(estimates < limit if allowed is None else (estimates < limit) & allowed)
@@ -140,10 +175,27 @@ class Synthesis:
         if most is not None and len(chosen) > most and not self.bound.relaxation.placed(state.level):
             chosen = chosen[np.argsort(estimates[chosen], kind="stable")[:most]]
         reads = state.place & self.problem.steps[state.level].reads
-        found: list[State] = []
+        covered = self._covered(state, front) if front is not None and self.limits is None else None
         for choice in chosen.tolist():
-            found += self._follow(state, self._promising(state, self.following(state.level, reads, choice), limit), limit)
-        return found
+            if covered is None or not covered(choice):
+                yield from self._follow(state, self._promising(state, self.following(state.level, reads, choice), limit), limit)
+
+    def _covered(self, state: State, front: Front[State]) -> Callable[[int], bool] | None:
+        """Says of a choice whether every state after it is dominated by one of the front, by the bound of what it has spent."""
+        level, places = state.level, self.following.places(state.level)
+        paid = self.bound.paid(level, state.place, state.cost, state.forward, state.backward)
+        if paid is None:
+            return None
+        kept, rounding = state.place & self.problem.steps[level].keep, ROUNDING * state.estimate
+        least = (paid + 0.1 * rounding).tolist()
+
+        def covered(choice: int) -> bool:
+            made, own = places[choice], least[choice]
+            found = made is not None and front.covers(kept | made, max(own) + rounding, lambda other: other.spent_at_most(own))
+            self.dominated += found
+            return found
+
+        return covered
 
     def follow(self, last: State) -> State | None:
         """A program that was found at other shares or prices, at these; None where it does not fit."""

@@ -35,6 +35,11 @@ class Paths:
     orders: Numbers
     shared: Numbers
 
+    def at(self, placements: int) -> Numbers:
+        """Where those through shards lead from and to, among all pairs of so many placements."""
+        found: Numbers = self.shared[0] * placements + self.shared[1]
+        return found
+
 
 class Grid:
     """What of the prices of a problem does not depend on shares."""

@@ -32,7 +32,7 @@ from hapx.ir import Kind
 from hapx.layout import Lengths
 from hapx.plan import ProgramKey
 from hapx.states import Invariant
-from hapx.synth.astar import Statistics, Width, beam
+from hapx.synth.astar import Front, Statistics, Width, beam
 from hapx.synth.domain import Following, State
 from hapx.synth.effect import Vector
 from hapx.synth.moments import Moments, made
@@ -94,7 +94,7 @@ class Lean:
         nothing = (0.0,) * self.kinds
         return self._state(0, self.problem.start, (*there, *nothing, *nothing, *nothing, *there, *there), None, None)
 
-    def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
+    def successors(self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None) -> Iterator[State]:
         step, following = self.problem.steps[state.level], self.following[self.region[state.level] >= 0]
         reads = state.place & step.reads
         allowed = self.only.get(id(step.kind)) if self.only is not None else None

@@ -404,11 +404,19 @@ class Relaxation:
 
     def _priced(self, sheet: Sheet) -> Priced:
         moves, weights = self.moves, self.weights
-        edges = moves.edges.weighted(weights.forward, weights.backward)
+
+        def edges(forward: Array, backward: Array, alone: bool = True) -> Array:
+            found = moves.edges.weighted(forward, backward, alone)
+            return padded(found if moves.capacity is None else np.zeros_like(found))
+
+        def waited() -> Array:
+            none = np.zeros((1, weights.kinds))
+            return edges(np.vstack([weights.forward[:-1], none]), np.vstack([weights.backward[:-1], none]), alone=False)
+
         held = None
         if moves.prices is not None:
             terms, which = sheet.held()
             held = np.array([moves.price(term) for term in terms.tolist()])[which]
         prices = Prices(moves.values, weights, moves.capacity, moves.prices)
         pairs = weights.kinds if len(weights.pairs) == weights.kinds**2 else 0
-        return Priced(sheet, padded(edges if moves.capacity is None else np.zeros_like(edges)), prices, pairs, held)
+        return Priced(sheet, edges(weights.forward, weights.backward), prices, pairs, held, waited)

@@ -274,6 +274,8 @@ def _incumbent(domain: Synthesis, statistics: Statistics, within: float, best: S
 def _counted(domain: Synthesis, statistics: Statistics, best: State | None) -> State | None:
     """`best`, once what the domain did not follow is counted."""
     statistics.bounded += domain.bounded
+    statistics.dominated += domain.dominated
+    statistics.generated += domain.dominated
     statistics.unfit += domain.unfit
     return best
 

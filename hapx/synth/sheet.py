@@ -7,8 +7,9 @@ is `Priced` at one set of shares, as views per table and class. An array of pric
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,8 @@ class Sheet:
         self._choices(problem)
         self._needs(problem)
         self._held: tuple[Numbers, Numbers] | None = None
+        self._ends: Mask | None = None
+        self._ending: dict[int, Mask] = {}  # by the id of a table
 
     # -- between placements -----------------------------------------------------------------------------------------------------------------------
 
@@ -95,7 +98,7 @@ class Sheet:
         paths = [self.grid.paths[id(t)] for t in self.tables]
         self.between = _views([(id(t), (len(t.placements),) * 2) for t in self.tables])
         self.orders: Numbers = np.concatenate([p.orders for p in paths], axis=2)
-        at = [self.between[id(t)][0].start + p.shared[0] * len(t.placements) + p.shared[1] for t, p in zip(self.tables, paths, strict=True)]
+        at = [self.between[id(t)][0].start + p.at(len(t.placements)) for t, p in zip(self.tables, paths, strict=True)]
         self.through: tuple[Numbers, Numbers] = np.concatenate(at), np.concatenate([p.shared[2:] for p in paths], axis=1)
 
     def held(self) -> tuple[Numbers, Numbers]:
@@ -137,6 +140,18 @@ class Sheet:
         self.of_one, self.of_two = made[self.first_from], np.concatenate(both)
         self.one_of_two, self.other_of_two = np.concatenate(ones), np.concatenate(twos)
         self.length = sum(s.stop - s.start for s, _ in self.rows.values())
+
+    def ends_phases(self, table: TensorTable, mask: int) -> Mask:
+        """(target, direction) -> whether every conversion from anything in a set of placements ends a phase, forward and backward."""
+        if id(table) not in self._ending:
+            if self._ends is None:
+                self._ends = np.vstack([self.grid.edges.ends_phases(), [[True, True], [False, False]]])  # with `NONE` and `STAYS`
+            paths, n = self.grid.paths[id(table)], len(table.placements)
+            direct: Mask = np.logical_and.reduce(np.logical_or.reduce(self._ends[paths.orders], axis=1), axis=0)
+            np.logical_and.at(direct, paths.at(n), np.logical_or.reduce(self._ends[paths.shared[2:]], axis=0))
+            self._ending[id(table)] = direct.reshape(n, n, 2)
+        found: Mask = np.logical_and.reduce(self._ending[id(table)][list(bits(mask))], axis=0)
+        return found
 
     # -- parameters -------------------------------------------------------------------------------------------------------------------------------
 
@@ -192,9 +207,11 @@ class Sheet:
 class Priced:
     """The prices at one set of shares."""
 
-    def __init__(self, sheet: Sheet, edges: Array, prices: Prices, pairs: int, held: Array | None):
-        """edges: as `grid.padded`. pairs: see `Cuts`. held: per entry of `between`, the price of what a conversion leaves in memory."""
-        self.sheet, self.pairs = sheet, pairs
+    def __init__(self, sheet: Sheet, edges: Array, prices: Prices, pairs: int, held: Array | None, waited: Callable[[], Array]):
+        """edges: as `grid.padded`; waited: gives the same of what `waited` counts. pairs: see `Cuts`. held: per entry of `between`, the price of what
+        a conversion leaves in memory."""
+        self.sheet, self.pairs, self._held, self._waited_for = sheet, pairs, held, waited
+        self._waited: dict[int, Array] = {}  # by the id of a table
         direct: Array = np.minimum.reduce(np.add.reduce(edges[sheet.orders], axis=1), axis=0)
         at, along = sheet.through
         if len(at):
@@ -235,6 +252,23 @@ class Priced:
         """(target, weights): the same from anything in a set of placements."""
         found: Array = self.conversions(table)[list(bits(mask))].min(axis=0)
         return found
+
+    def waited(self, table: TensorTable, mask: int) -> Array:
+        """(target, pairs of kinds and one more): as `available`, of what all kinds wait for and what is copied, which comes last in a conversion;
+        with the last weight, without copies."""
+        if id(table) not in self._waited:
+            paths, n, edges = self.sheet.grid.paths[id(table)], len(table.placements), self._edges_waited
+            found: Array = np.minimum.reduce(np.add.reduce(edges[paths.orders], axis=1), axis=0)
+            np.minimum.at(found, paths.at(n), np.add.reduce(edges[paths.shared[2:]], axis=0))
+            if self._held is not None:
+                found += self._held[self.sheet.between[id(table)][0], None]
+            self._waited[id(table)] = found.reshape(n, n, -1)
+        least: Array = self._waited[id(table)][list(bits(mask))].min(axis=0)
+        return least
+
+    @cached_property
+    def _edges_waited(self) -> Array:
+        return self._waited_for()
 
     def needed(self, kind: StepClass, slot: int) -> Array:
         """(choice, row, weights): as `conversions`, to what each choice needs of a slot."""

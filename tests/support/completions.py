@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
+from hapx.restriction import Restriction
+from hapx.synth.astar import Front
 from hapx.synth.domain import State, Synthesis
+from hapx.synth.problem import build
 from hapx.synth.tables import TensorTable, bits
+from support import toy
 
 KINDS = {1: ((0, 1, 2, 3),), 2: ((0, 1), (2, 3)), 3: ((0,), (1, 2), (3,))}
 
@@ -20,7 +24,7 @@ class Unbounded:
     def start(self) -> State:
         return self._start
 
-    def successors(self, state: State, limit: float, most: int | None = None) -> Iterator[State]:
+    def successors(self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None) -> Iterator[State]:
         for s in self.domain.successors(state, float("inf")):
             s.estimate = s.cost if s.level < self.depth else s.estimate
             if s.estimate < limit:
@@ -53,3 +57,11 @@ def walk(domain: Synthesis, random: Random) -> Iterator[State]:
         state = random.choice(rich or following) if following else None
         if state is not None:
             yield state
+
+
+def used_often(seed: int) -> Synthesis:
+    """Of a graph whose first value is used in every step."""
+    mesh, kinds = (toy.FLAT, KINDS[seed % 3 + 1]) if seed % 2 else (toy.SQUARE, ((0,), (1,)))
+    theory = toy.random_theory(seed, mesh, nodes=8, triples=3, states=3 if seed % 2 else 2, parameters=1, often=True)
+    problem = build(theory, toy.ToyCosts(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
+    return Synthesis(problem, toy.shares(theory, len(kinds), seed), None)

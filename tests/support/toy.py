@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hapx.cost.edges import Bundle, Edge
-from hapx.cost.model import CommunicationCost, StepCost
+from hapx.cost.model import CommunicationCost, Direction, StepCost
 from hapx.cost.terms import Piece, Shares, Term
 from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef
 from hapx.layout import compatible
@@ -22,6 +22,8 @@ from hapx.transposes import backward_collective, forward_collective
 FLAT = Mesh("flat", (Axis("devices", 4, "devices"),), (0, 1, 2, 3), 0)
 SQUARE = Mesh("2x2", (Axis("machines", 2, "machines"), Axis("devices", 2, "devices")), (0, 1, 2, 3), 0)
 UNITS = (8, 6)
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def sharded(mesh: Mesh, axis: int, dim: int, kind: str = "compute") -> Sharded:
@@ -127,6 +129,14 @@ class ToyPrices:
     def at(self, shares: Shares, exposed: float = 1.0) -> ToyPriced:
         return ToyPriced(self, shares, exposed)
 
+    def ends_phases(self) -> np.ndarray:
+        return np.array([self._ends(edge, free) for edge, free in self.edges], dtype=bool).reshape(len(self.edges), 2)
+
+    def _ends(self, edge: Edge, variants: tuple[bool, ...]) -> list[bool]:
+        steps = [path[0] for path in direct_paths(edge.ref, self.costs.mesh, edge.before, edge.after, self.forms)]
+        ways = [self.costs.conversion(edge.ref, (replace(c, free=free),), edge.after).communication for c in steps for free in variants]
+        return [all(any(c.cuts and c.direction == way for c in costs) for costs in ways) for way in DIRECTIONS]
+
 
 @dataclass(frozen=True)
 class ToyPriced:
@@ -139,11 +149,11 @@ class ToyPriced:
     def moved(self, number: int, form: Form, free: bool) -> None:
         return None
 
-    def weighted(self, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    def weighted(self, forward: np.ndarray, backward: np.ndarray, alone: bool = True) -> np.ndarray:
         edges = self.prices.edges
-        return np.array([self._least(edge, free, forward, backward) for edge, free in edges]).reshape(len(edges), len(forward))
+        return np.array([self._least(edge, free, forward, backward, alone) for edge, free in edges]).reshape(len(edges), len(forward))
 
-    def _least(self, edge: Edge, variants: tuple[bool, ...], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    def _least(self, edge: Edge, variants: tuple[bool, ...], forward: np.ndarray, backward: np.ndarray, alone: bool) -> np.ndarray:
         costs_of, shares = self.prices.costs, self.shares
         steps = [path[0] for path in direct_paths(edge.ref, costs_of.mesh, edge.before, edge.after, self.prices.forms)]
         found = []
@@ -153,7 +163,7 @@ class ToyPriced:
             for c in costs:
                 value = c.term.at(shares) * (self.exposed if c.direction == "synchronise" else 1.0)
                 joins = c.cuts or c.direction == "synchronise"
-                total += value.max() if joins else (forward if c.direction == "forward" else backward) @ value
+                total += value.max() if joins else (forward if c.direction == "forward" else backward) @ value * alone
             found.append(total)
         return np.min(found, axis=0)
 
@@ -221,3 +231,13 @@ def shares(theory: Theory, kinds: int, seed: int) -> dict[Cut, np.ndarray]:
     rng = np.random.default_rng(seed)
     rows = [theory.mesh.row(0, kind) for kind in ("compute", "storage")]  # type: ignore[arg-type]
     return {Cut(row, u): rng.dirichlet(np.ones(kinds)) for row in rows for u in UNITS}
+
+
+class SumsOverLevels(ToyCosts):
+    """Every instruction is a composite that communicates: all devices wait for a collective, and then one runs inside of the machines."""
+
+    def instruction(self, triple: Triple) -> StepCost:
+        step, what = super().instruction(triple), f"{triple.body}{triple.post[0].placement}"
+        terms = {cuts: self.term(f"{what} {cuts}", 0.5 if cuts else 6.0) for cuts in (True, False)}
+        events = [CommunicationCost(way, term, cuts) for way in DIRECTIONS for cuts, term in terms.items()]
+        return replace(step, communication=tuple(events))

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from hapx.synth.astar import TOLERANCE, Statistics, Width, beam
+from hapx.synth.astar import TOLERANCE, Front, Statistics, Width, beam
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Tree:
     def start(self) -> Leaf:
         return Leaf("", 0, self._of("", self.bound))
 
-    def successors(self, node: Leaf, limit: float, most: int | None = None) -> Iterator[Leaf]:
+    def successors(self, node: Leaf, limit: float, most: int | None = None, front: Front[Leaf] | None = None) -> Iterator[Leaf]:
         self.expanded.append(node.path)
         yield from (leaf for letter in "ab" if (leaf := self._leaf(node.path + letter)).estimate < limit)
 

@@ -8,8 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from hapx.cost.model import CommunicationCost, Direction, StepCost
-from hapx.plan import Mesh, Triple
+from hapx.plan import Mesh
 from hapx.restriction import Restriction
 from hapx.synth import relaxation
 from hapx.synth.astar import Statistics, search
@@ -17,9 +16,7 @@ from hapx.synth.domain import Synthesis
 from hapx.synth.outline import PAIRS, PRICED
 from hapx.synth.problem import build
 from support import toy
-from support.completions import KINDS, Unbounded, in_one, several, walk
-
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+from support.completions import KINDS, Unbounded, in_one, several, used_often, walk
 
 
 @pytest.fixture(params=[None, 0, 1], ids=["deepest as it is", "0 levels deep", "1 level deep"])
@@ -47,14 +44,6 @@ def test_bound_never_exceeds_the_cheapest_completion() -> None:
                 checked, rich = checked + 1, rich + several(domain, state)
     print(f"{checked} states, {rich} with a value in several placements")
     assert rich > 30
-
-
-def used_often(seed: int) -> Synthesis:
-    """Of a graph whose first value is used in every step."""
-    mesh, kinds = (toy.FLAT, KINDS[seed % 3 + 1]) if seed % 2 else (toy.SQUARE, ((0,), (1,)))
-    theory = toy.random_theory(seed, mesh, nodes=8, triples=3, states=3 if seed % 2 else 2, parameters=1, often=True)
-    problem = build(theory, toy.ToyCosts(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
-    return Synthesis(problem, toy.shares(theory, len(kinds), seed), None)
 
 
 def test_values_that_are_used_often() -> None:
@@ -123,16 +112,6 @@ def test_of_many_parameters_that_are_used_again_the_largest_are_priced() -> None
     assert checked == 4
 
 
-class SumsOverLevels(toy.ToyCosts):
-    """Every instruction is a composite that communicates: all devices wait for a collective, and then one runs inside of the machines."""
-
-    def instruction(self, triple: Triple) -> StepCost:
-        step, what = super().instruction(triple), f"{triple.body}{triple.post[0].placement}"
-        terms = {cuts: self.term(f"{what} {cuts}", 0.5 if cuts else 6.0) for cuts in (True, False)}
-        events = [CommunicationCost(way, term, cuts) for way in DIRECTIONS for cuts, term in terms.items()]
-        return replace(step, communication=tuple(events))
-
-
 def test_below_a_context_what_comes_before_counts_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a context adds everywhere is little where the general table is high. What it costs to come to where the context ends, and at least what
     follows there, is more then; following the tables all the way back is better still, but takes long."""
@@ -170,7 +149,7 @@ def test_what_is_communicated_after_a_cut_belongs_to_the_next_phase(mesh: Mesh, 
     checked = 0
     for seed in range(6):
         theory = toy.random_theory(seed, mesh, nodes=4, triples=2, states=2, parameters=1)
-        problem = build(theory, SumsOverLevels(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
+        problem = build(theory, toy.SumsOverLevels(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
         domain = Synthesis(problem, toy.shares(theory, len(kinds), seed), None)
         for state in [domain.start(), *walk(domain, Random(seed))]:
             assert state is not None

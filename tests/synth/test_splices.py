@@ -3,70 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
 
-from hapx.balancer.lp import objective
-from hapx.balancer.rounding import per_device, round_ratios
-from hapx.cost.model import CostModel
-from hapx.cost.terms import Shares
-from hapx.graph.capture import capture
-from hapx.planner import views
-from hapx.restriction import AUTO
 from hapx.states import Sharded
 from hapx.synth.astar import Statistics, Width, beam
 from hapx.synth.domain import State, Synthesis, moves_of
-from hapx.synth.effect import Vector
-from hapx.synth.problem import Problem, build
 from hapx.synth.search import program_key, solve
 from hapx.synth.seeds import seeds
 from hapx.synth.splices import Splices
-from hapx.synth.writer import Solution, solution
-from hapx.theory.derive import derive
-from hapx.theory.discover import discover
-from support.clusters import FOUR, TWO_MACHINES
-from support.models import GPT
+from support.searched import Case, gpt
 
 LAYERS = 6
 
 
-@dataclass
-class Case:
-    problem: Problem
-    shares: Shares
-
-    def domain(self, prices: Vector | None = None) -> Synthesis:
-        return Synthesis(self.problem, self.shares, None, prices=prices)
-
-    def written(self, last: State) -> Solution:
-        return solution(self.problem, last, last.estimate, program_key(self.problem.theory), Statistics())
-
-    def agrees(self, last: State, seconds: float) -> None:
-        """What a search says of a program, the linear program says too."""
-        own = self.written(last)
-        goal = objective(own.steps, own.storage, self.problem.terms.kinds)
-        assert seconds == pytest.approx(goal.time(self.shares))
-        assert last.memory == pytest.approx(goal.memory(self.shares).tolist())
-
-
-def case(view: str) -> Case:
-    torch.manual_seed(0)
-    model = GPT(50, 16, 2, LAYERS, 8) if view == "flat" else GPT(50, 16, 2, 2, 8)
-    cluster = FOUR if view == "flat" else TWO_MACHINES
-    graph = discover(capture(model, model.example(8)))
-    theory = derive(graph, next(m for m in views(cluster, AUTO) if m.name == view))
-    costs = CostModel(theory, cluster, "fp32", "adamw", "train")
-    problem = build(theory, costs, AUTO)
-    rows = {theory.mesh.row(0, kind, 0): per_device(costs.speeds.tolist(), costs.kinds) for kind in ("compute", "storage")}
-    return Case(problem, costs.lengths_to_shares(round_ratios(rows, sorted(problem.cuts, key=str))))
-
-
 @pytest.fixture(scope="module", params=["flat", "2x2"])
 def any_view(request: pytest.FixtureRequest) -> Case:
-    return case(request.param)
+    return gpt(request.param, LAYERS if request.param == "flat" else 2)
 
 
 def by_hand(of: Case) -> Iterator[tuple[State, Synthesis]]:
@@ -109,7 +63,7 @@ def test_what_is_put_together_fits_and_takes_what_it_says(any_view: Case) -> Non
 
 
 def test_between_two_prices_some_layers_do_as_at_one_and_some_as_at_the_other() -> None:
-    of = case("flat")
+    of = gpt("flat", LAYERS)
     free = beam(of.domain(), Width(16), Statistics())
     assert free is not None
 
@@ -135,7 +89,7 @@ def test_between_two_prices_some_layers_do_as_at_one_and_some_as_at_the_other() 
 
 
 def test_nothing_is_faster_than_what_is_proven() -> None:
-    of = case("flat")
+    of = gpt("flat", LAYERS)
     known = list(by_hand(of))
     memories = np.array([plain.memory for last, _ in known if (plain := of.domain().follow(last)) is not None])
     limits = tuple((0.7 * memories.min(axis=0) + 0.3 * memories.max(axis=0)).tolist())

@@ -1,0 +1,96 @@
+"""Choices whose moves are all dominated before they are made: by a bound of what is spent after them, for every pair of kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import product
+from random import Random
+
+import pytest
+
+from hapx.restriction import Restriction
+from hapx.synth import astar
+from hapx.synth.astar import Statistics, Width, beam, search
+from hapx.synth.bound import Bound
+from hapx.synth.domain import State, Synthesis, moves_of
+from hapx.synth.problem import build
+from support import toy
+from support.cases import Attention
+from support.completions import KINDS, used_often, walk
+from support.models import CNN
+from support.searched import case, gpt
+
+
+def toys() -> Iterator[Synthesis]:
+    for seed in range(12):
+        mesh, kinds = (toy.FLAT, KINDS[seed % 3 + 1]) if seed % 2 else (toy.SQUARE, ((0,), (1,)))
+        theory = toy.random_theory(seed, mesh, nodes=6, triples=3, states=2, parameters=1 + seed % 2)
+        for costs in (toy.ToyCosts, toy.SumsOverLevels):
+            problem = build(theory, costs(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
+            for prices in (None, (1e-3,) * len(kinds)):
+                yield Synthesis(problem, toy.shares(theory, len(kinds), seed), None, prices=prices)
+            yield Synthesis(problem, toy.shares(theory, len(kinds), seed), None, capacity=(1e3,) * len(kinds))
+        yield used_often(seed)
+
+
+def real(view: str, exposed: float = 1.0) -> Iterator[Synthesis]:
+    """At shares in proportion to speed, and at even ones."""
+    attention, cnn = Attention(mask="float"), CNN()
+    for of in (gpt(view, 2), case(cnn, cnn.example(8), view), case(attention, attention.example(6), view)):
+        for part in (exposed, 0.0):
+            of.problem.exposed = part
+            for prices in (None, (1e-9,) * of.problem.terms.kinds):
+                yield of.domain(prices)
+        yield Synthesis(of.problem, of.shares, None, capacity=(1e6,) * of.problem.terms.kinds)
+
+
+@pytest.mark.parametrize("source", ["toys", "flat", "2x2"])
+def test_nothing_has_spent_less_than_the_bound_says(source: str) -> None:
+    """And what is available afterwards depends on the choice alone, unless a parameter is stored that is used again."""
+    checked = exact = unknown = 0
+    for number, domain in enumerate(toys() if source == "toys" else real(source)):
+        for state in [domain.start(), *walk(domain, Random(number))]:
+            assert state is not None
+            step = domain.problem.steps[state.level]
+            paid = domain.bound.paid(state.level, state.place, state.cost, state.forward, state.backward)
+            assert paid is not None
+            for choice, (least, made) in enumerate(zip(paid.tolist(), domain.following.places(state.level), strict=True)):
+                moves = domain.following(state.level, state.place & step.reads, choice).moves
+                for after in domain._follow(state, moves, float("inf")):
+                    spent = [after.cost + there + back for there, back in product(after.forward, after.backward)]
+                    assert all(a >= b - 1e-9 * abs(a) for a, b in zip(spent, least, strict=True)), (number, state.level, choice)
+                    assert after.spent_at_most(spent) and not after.spent_at_most([*spent[:-1], spent[-1] - 1e-12])
+                    unknown += made is None
+                    assert made is None or after.place == state.place & step.keep | made
+                    exact += all(a <= b * (1 + 1e-9) for a, b in zip(spent, least, strict=True))
+                    checked += 1
+    print(f"{checked} partial programs, the bound is exact for {exact}; what {unknown} make available is not known before")
+    assert exact > checked / 4 and unknown < checked
+
+
+@pytest.mark.parametrize("source", ["toys", "flat", "2x2"])
+def test_searches_are_the_same(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what would have been dominated is not made: programs, and the nodes that searches look at, are those without."""
+
+    monkeypatch.setattr(astar, "LONG", 0)
+
+    def searched(domain: Synthesis) -> tuple[State, Statistics]:
+        statistics = Statistics()
+        found = search(domain, statistics, beam(domain, Width(1), statistics), 1500)
+        assert found is not None
+        return found, statistics
+
+    made, covered = list(map(searched, toys() if source == "toys" else real(source))), 0
+    generated = 0
+    monkeypatch.setattr(Bound, "paid", lambda *_: None)
+    for (found, own), domain in zip(made, toys() if source == "toys" else real(source), strict=True):
+        other, all_made = searched(domain)
+        assert found.estimate == pytest.approx(other.estimate, rel=1e-12)
+        assert [m.choice.index for m in moves_of(found)] == [m.choice.index for m in moves_of(other)]
+        assert all(getattr(own, f.name) == getattr(all_made, f.name) for f in fields(own) if f.name in ("expansions", "kept", "unproven"))
+        assert own.gap == pytest.approx(all_made.gap, abs=1e-9)
+        covered += all_made.generated - own.generated
+        generated += all_made.generated
+    print(f"{generated} nodes without, {covered} fewer with")
+    assert covered > 0.03 * generated
