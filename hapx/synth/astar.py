@@ -7,7 +7,7 @@ as good), an `estimate` (cost so far + a lower bound of the rest; exact for comp
 
 - bound: estimate >= the best complete solution known (A*: Hart, Nilsson, Raphael 1968);
 - dominance: another node of the same level whose place includes this one's and which `dominates` it, so that every completion of this one
-  is a completion of the other at no more cost.
+  is a completion of the other at no more cost. Most nodes are dominated; where a domain can tell so before it makes them, it does.
 
 Invariant: both rules keep at least one optimal solution, so the first complete node that leaves the queue is optimal.
 """
@@ -27,7 +27,7 @@ from typing import Generic, Protocol, TypeVar
 TOLERANCE = 1e-11
 ROUNDING = 1e-12  # of an estimate: more than rounding does to what is spent
 EVERY = 200  # expansions between two calls of whoever watches
-LONG = 200  # nodes that a search keeps, from which on decisions are asked whether all that they make is dominated: to know that takes preparation
+PREPARED = 200  # nodes that a search keeps, from which on decisions are asked whether all that they make is dominated: to know that takes preparation
 
 Watch = Callable[[int, float, float | None], None]  # expansions since the last call, least estimate that is open, best solution known
 
@@ -327,7 +327,7 @@ def search(
         statistics.expansions += 1
         if watch is not None and statistics.expansions % EVERY == 0:
             watch(EVERY, estimate, best.estimate if best is not None else None)
-        front = fronts[node.level + 1] if count >= LONG else None
+        front = fronts[node.level + 1] if count >= PREPARED else None
         for successor in chain(domain.successors(node, limit, front=front), domain.leaps(node, limit)):
             generated += 1
             if not fronts[successor.level].admit(successor):

@@ -8,6 +8,9 @@ A value that is available in several placements, none of which gives the others 
 from its next use, with the cheapest conversion from any of them; otherwise a search is drawn to paying for a second placement, which would hide
 what comes.
 
+By the same prices, what is spent after a decision is bounded for every pair of kinds, one forward and one backward (`Bound.paid`): a state dominates
+all that a decision leads to if it has spent no more for any pair, and has as much available.
+
 Invariant: never more than the true cost of the rest.
 """
 

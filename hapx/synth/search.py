@@ -50,6 +50,8 @@ from hapx.synth.tables import Values, numbered
 from hapx.synth.writer import Solution, solution
 from hapx.theory.triple import Theory
 
+# what takes that many times what is known elsewhere is not balanced further (`hapx.alternation`), nor searched with memory as part of the state
+HOPELESS = 1.5
 NARROW, WIDTH = Width(1), Width(4)  # of the beams that a search begins with
 REMEMBERED = 2  # programs that the next search begins with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
@@ -73,7 +75,6 @@ PRICED = (NARROW, WIDTH), (NARROW, Width(4, True))
 PACE = (300, BUDGET // 3)
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WORTH = 0.25  # of the distance: what a beam may leave, which follows nothing that is not better by more
-HOPELESS = 1.5  # what takes that many times what is known elsewhere is not balanced further (`hapx.alternation`)
 WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
 
 

@@ -73,7 +73,7 @@ def test_nothing_has_spent_less_than_the_bound_says(source: str) -> None:
 def test_searches_are_the_same(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what would have been dominated is not made: programs, and the nodes that searches look at, are those without."""
 
-    monkeypatch.setattr(astar, "LONG", 0)
+    monkeypatch.setattr(astar, "PREPARED", 0)
 
     def searched(domain: Synthesis) -> tuple[State, Statistics]:
         statistics = Statistics()
