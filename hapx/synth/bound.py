@@ -47,7 +47,7 @@ class Bound:
         self.problem, self.kinds = problem, problem.terms.kinds
         self.relaxation = Relaxation(problem, moves)
         self.none: Vector = (0.0,) * len(self.relaxation.weights)
-        self._every = len(self.relaxation.weights.pairs) == self.kinds**2  # whether weights are of every pair of kinds
+        self.knows_pairs = len(self.relaxation.weights.pairs) == self.kinds**2  # whether weights are of every pair of kinds
         self._parts: dict[tuple[int, int, int, int], Vector] = {}
         self._columns: dict[tuple[int, int], Column] = {}
         self._priced: list[dict[int, list[Context]]] = [{} for _ in range(len(problem.steps) + 1)]  # by what is available of parameters
@@ -90,7 +90,7 @@ class Bound:
 
     def pending(self, forward: Vector, backward: Vector) -> list[float]:
         """Per weight vector, what is pending."""
-        if self._every:
+        if self.knows_pairs:
             found = [x + y for x in forward for y in backward]
         else:
             found = [forward[i] + backward[j] for i, j in self.relaxation.weights.pairs]
@@ -115,7 +115,7 @@ class Bound:
     def paid(self, level: int, place: int, cost: float, forward: Vector, backward: Vector) -> Array | None:
         """Per choice of a step, a lower bound of what is spent after it, with what is pending on each pair of kinds; None where there are not
         weights for every pair. Arguments as of `choices`."""
-        if not self._every:
+        if not self.knows_pairs:
             return None
         step, pairs = self.problem.steps[level], len(self.relaxation.weights.pairs)
         key = level, place & step.reads
@@ -142,15 +142,20 @@ class Bound:
         step, sheet, prices, pairs = self.problem.steps[level], self.problem.sheet, self.relaxation.priced, len(self.relaxation.weights.pairs)
         read = zip(step.kind.slots, step.slot_shifts, weighted.needs, strict=True)
         slots = [(k, slot.table, place >> at & slot.table.full, needs) for k, (slot, at, needs) in enumerate(read) if slot.fixed is None]
-        values = [(k, table, mask, needs) for k, table, mask, needs in slots if not table.stored]
+        values = [(k, table, list(bits(mask)), mask, needs) for k, table, mask, needs in slots if not table.stored]
         first = next((k for k, slot in enumerate(step.kind.slots) if slot.table.stored), len(step.kind.slots))
-        ends = [sheet.ends_phases(table, mask)[needs] & (k < first) for k, table, mask, needs in values]
+        every = slice(None)
+        ends = [
+            sheet.ends_phases(table, sources, every).reshape(len(sources), -1, 2).all(axis=0)[needs] & (k < first)
+            for k, table, sources, _, needs in values
+        ]
         open_ = np.logical_or.reduce([np.zeros((len(weighted.base), 2), dtype=bool), *ends])  # directions in which a phase is still to end
         ended, total = open_, np.zeros((len(weighted.base), pairs))
-        for (_, table, mask, needs), own in zip(values, ends, strict=True):
-            waited, every = prices.waited(table, mask)[needs], prices.available(table, mask)[needs]
+        for (_, table, sources, mask, needs), own in zip(values, ends, strict=True):
+            waited = prices.waited(table, sources, every).reshape(len(sources), -1, pairs + 1).min(axis=0)[needs]
             before, open_ = open_.any(axis=1, keepdims=True), open_ & ~own
-            total += np.where(before, np.where(open_.any(axis=1, keepdims=True), waited[:, pairs:], waited[:, :pairs]), every[:, :pairs])
+            known = np.where(open_.any(axis=1, keepdims=True), waited[:, pairs:], waited[:, :pairs])
+            total += np.where(before, known, prices.available(table, mask)[needs][:, :pairs])
         return total, ended
 
     def _choice(self, level: int, place: int) -> Array:

@@ -143,6 +143,8 @@ class Synthesis:
         self.moves = Moves(problem, shares, limits is not None, capacity, prices if limits is None else None)
         self._multipliers = prices if limits is not None else None
         self.bound = Bound(problem, self.moves if self._multipliers is None else Moves(problem, shares, False, None, prices))
+        if len(problem.theory.mesh.axes) > 1 and limits is None and capacity is None and self.bound.knows_pairs:
+            self.moves.least = self.bound.relaxation.priced
         self.depth = len(problem.steps)
         self.zero: Vector = (0.0,) * problem.terms.kinds
         self.fixed_memory = self.zero

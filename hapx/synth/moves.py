@@ -11,11 +11,11 @@ Invariant: for every way to do the step with a choice there is a move of that ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import and_, mul, or_, truediv
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from hapx.cost.terms import Shares
 from hapx.synth.conversions import Converted, conversions
@@ -25,6 +25,9 @@ from hapx.synth.tables import Conversion, Kept, StepTerms, TensorTable, bits
 from hapx.theory.conversion import storages
 
 MOST = 200  # ways that none covers, if bytes count as well, from which on there are too many to look at
+PRICED = (
+    1000  # pairs of placements, from which on conversions are asked what they cost at least before they are priced: to know that takes preparation
+)
 MANY = 64  # ways to have some operands of a step, from which on those that others cover are left out before the next operand is looked at
 
 
@@ -75,6 +78,16 @@ class Move(NamedTuple):
 Item = TypeVar("Item", Option, Way, Move)
 
 
+class Least(Protocol):
+    """What conversions cost at least, known before they are priced."""
+
+    def in_order(self, table: TensorTable, sources: Sequence[int], target: int) -> Sequence[int]:
+        """The sources from which a conversion may be cheapest first."""
+
+    def covered(self, table: TensorTable, source: int, target: int, effect: Effect, ties: bool) -> bool:
+        """Whether every conversion costs at least as much as an effect, whatever comes before and after; ties: as much will do, else more."""
+
+
 class Moves:
     """Moves at given shares. memory: bytes are part of the comparison (only needed when a limit binds). capacity: instead of seconds, count the
     share of this capacity (bytes per kind) that is used, as if it were forward compute: the search then finds the program of least memory.
@@ -92,6 +105,7 @@ class Moves:
         self._between: dict[tuple[int, int, int], tuple[tuple[Effect, Conversion], ...]] = {}
         self._prices: dict[int, float] = {}  # of memory, by terms
         self._effects: dict[tuple[int, int], Effect] = {}
+        self.least: Least | None = None  # set where there are many ways to convert
 
     def at(self, kind: StepClass, masks: tuple[int, ...], choice: int) -> tuple[Move, ...]:
         """The moves of one choice of a step whose slots have these masks, cheapest first; masks of what is used will do. Places are then what is used
@@ -188,10 +202,21 @@ class Moves:
         if mask >> target & 1:
             yield Option(self.nothing, mask | wanted, None, None)
             return
-        for source in bits(mask):
+        found: list[tuple[int, Effect]] = []
+        sources: Sequence[int] = list(bits(mask))
+        least = self.least if len(sources) > 1 and len(self._between) >= PRICED else None
+        for source in least.in_order(table, sources, target) if least is not None else sources:
+            if found and least is not None and self._covered(least, table, source, target, found):
+                continue
             place = mask | table.closure(source) | wanted
             for effect, conversion in self._paths(table, source, target):
+                found.append((source, effect))
                 yield Option(effect, place, None, conversion)
+
+    def _covered(self, least: Least, table: TensorTable, source: int, target: int, found: list[tuple[int, Effect]]) -> bool:
+        """Whether one of the conversions that were found, with their sources, stands for all from another source. Of equal ones (see `undominated`)
+        that with less memory would be kept, then the first one."""
+        return any(least.covered(table, source, target, effect, before < source and not any(effect.memory)) for before, effect in found)
 
     def _paths(self, table: TensorTable, source: int, target: int) -> tuple[tuple[Effect, Conversion], ...]:
         """The paths between two placements that may be the best ones, at the prices of memory."""

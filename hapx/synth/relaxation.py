@@ -405,9 +405,12 @@ class Relaxation:
     def _priced(self, sheet: Sheet) -> Priced:
         moves, weights = self.moves, self.weights
 
+        # what is kept holds no moves: these hold the prices, and planning collects no cycles
+        priced, counted = moves.edges, moves.capacity is None
+
         def edges(forward: Array, backward: Array, alone: bool = True) -> Array:
-            found = moves.edges.weighted(forward, backward, alone)
-            return padded(found if moves.capacity is None else np.zeros_like(found))
+            found = priced.weighted(forward, backward, alone)
+            return padded(found if counted else np.zeros_like(found))
 
         def waited() -> Array:
             none = np.zeros((1, weights.kinds))

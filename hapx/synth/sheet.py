@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hapx.cost.edges import Array, Mask, Numbers
+from hapx.synth.effect import Effect
 from hapx.synth.grid import Grid, Prices, layout
 from hapx.synth.outline import Outline
 from hapx.synth.problem import Problem, StepClass
@@ -22,6 +23,7 @@ from hapx.synth.tables import TensorTable, bits
 from hapx.theory.conversion import storages
 from hapx.transposes import forward_collective
 
+ROUNDING = 1e-13  # of an effect, as where effects are compared
 View = tuple[slice, tuple[int, ...]]  # entries, and their shape
 
 
@@ -89,7 +91,6 @@ class Sheet:
         self._needs(problem)
         self._held: tuple[Numbers, Numbers] | None = None
         self._ends: Mask | None = None
-        self._ending: dict[int, Mask] = {}  # by the id of a table
 
     # -- between placements -----------------------------------------------------------------------------------------------------------------------
 
@@ -141,16 +142,23 @@ class Sheet:
         self.one_of_two, self.other_of_two = np.concatenate(ones), np.concatenate(twos)
         self.length = sum(s.stop - s.start for s, _ in self.rows.values())
 
-    def ends_phases(self, table: TensorTable, mask: int) -> Mask:
-        """(target, direction) -> whether every conversion from anything in a set of placements ends a phase, forward and backward."""
-        if id(table) not in self._ending:
-            if self._ends is None:
-                self._ends = np.vstack([self.grid.edges.ends_phases(), [[True, True], [False, False]]])  # with `NONE` and `STAYS`
-            paths, n = self.grid.paths[id(table)], len(table.placements)
-            direct: Mask = np.logical_and.reduce(np.logical_or.reduce(self._ends[paths.orders], axis=1), axis=0)
-            np.logical_and.at(direct, paths.at(n), np.logical_or.reduce(self._ends[paths.shared[2:]], axis=0))
-            self._ending[id(table)] = direct.reshape(n, n, 2)
-        found: Mask = np.logical_and.reduce(self._ending[id(table)][list(bits(mask))], axis=0)
+    def along(self, table: TensorTable, rows: slice | list[int], columns: slice | int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        """Of some pairs of placements of a table, from `rows` to `columns`: which entries of `between` they are; as in `grid.Paths`, the edges for
+        each order of the axes; paths through shards: of which pair, and their edges."""
+        paths, n, entries = self.grid.paths[id(table)], len(table.placements), self.between[id(table)][0]
+        pairs = np.arange(n * n).reshape(n, n)[rows, columns].ravel()
+        place = np.full(n * n, -1)
+        place[pairs] = range(len(pairs))
+        at = place[paths.at(n)]
+        return entries.start + pairs, paths.orders[:, :, pairs], at[at >= 0], paths.shared[2:, at >= 0]
+
+    def ends_phases(self, table: TensorTable, rows: slice | list[int], columns: slice | int) -> Mask:
+        """(pair, direction) -> whether every conversion ends a phase, forward and backward. rows, columns: see `along`."""
+        if self._ends is None:
+            self._ends = np.vstack([self.grid.edges.ends_phases(), [[True, True], [False, False]]])  # with `NONE` and `STAYS`
+        _, orders, at, through = self.along(table, rows, columns)
+        found: Mask = np.logical_and.reduce(np.logical_or.reduce(self._ends[orders], axis=1), axis=0)
+        np.logical_and.at(found, at, np.logical_or.reduce(self._ends[through], axis=0))
         return found
 
     # -- parameters -------------------------------------------------------------------------------------------------------------------------------
@@ -204,6 +212,15 @@ class Sheet:
         self.needs, self.needed = _views(shapes), np.concatenate(numbers)
 
 
+class To(NamedTuple):
+    """Of conversions to a placement, by the one before: the least price of all kinds alike; per pair of kinds, and without copies, what all wait for
+    (see `Priced.waited`); whether they all end a phase, forward and backward."""
+
+    seconds: list[float]
+    waited: list[list[float]]
+    ends: list[list[bool]]
+
+
 class Priced:
     """The prices at one set of shares."""
 
@@ -211,7 +228,7 @@ class Priced:
         """edges: as `grid.padded`; waited: gives the same of what `waited` counts. pairs: see `Cuts`. held: per entry of `between`, the price of what
         a conversion leaves in memory."""
         self.sheet, self.pairs, self._held, self._waited_for = sheet, pairs, held, waited
-        self._waited: dict[int, Array] = {}  # by the id of a table
+        self._targets: dict[tuple[int, int], To] = {}
         direct: Array = np.minimum.reduce(np.add.reduce(edges[sheet.orders], axis=1), axis=0)
         at, along = sheet.through
         if len(at):
@@ -253,18 +270,43 @@ class Priced:
         found: Array = self.conversions(table)[list(bits(mask))].min(axis=0)
         return found
 
-    def waited(self, table: TensorTable, mask: int) -> Array:
-        """(target, pairs of kinds and one more): as `available`, of what all kinds wait for and what is copied, which comes last in a conversion;
-        with the last weight, without copies."""
-        if id(table) not in self._waited:
-            paths, n, edges = self.sheet.grid.paths[id(table)], len(table.placements), self._edges_waited
-            found: Array = np.minimum.reduce(np.add.reduce(edges[paths.orders], axis=1), axis=0)
-            np.minimum.at(found, paths.at(n), np.add.reduce(edges[paths.shared[2:]], axis=0))
-            if self._held is not None:
-                found += self._held[self.sheet.between[id(table)][0], None]
-            self._waited[id(table)] = found.reshape(n, n, -1)
-        least: Array = self._waited[id(table)][list(bits(mask))].min(axis=0)
-        return least
+    def waited(self, table: TensorTable, rows: slice | list[int], columns: slice | int) -> Array:
+        """(pair, pairs of kinds and one more): as `direct`, of what all kinds wait for and what is copied, which comes last in a conversion; with the
+        last weight, without copies. rows, columns: see `Sheet.along`."""
+        entries, orders, at, through = self.sheet.along(table, rows, columns)
+        edges = self._edges_waited
+        found: Array = np.minimum.reduce(np.add.reduce(edges[orders], axis=1), axis=0)
+        np.minimum.at(found, at, np.add.reduce(edges[through], axis=0))
+        return found if self._held is None else found + self._held[entries, None]
+
+    def in_order(self, table: TensorTable, sources: Sequence[int], target: int) -> list[int]:
+        """See `hapx.synth.moves.Least`."""
+        return sorted(sources, key=self._to(table, target).seconds.__getitem__)
+
+    def covered(self, table: TensorTable, source: int, target: int, effect: Effect, ties: bool) -> bool:
+        """See `hapx.synth.moves.Least`. For every pair of kinds what comes before the communication that ends a phase counts in full on the one side,
+        and not at all on the other; an effect that ends one is only compared with conversions that do, too."""
+        const, forward_pre, forward, backward_pre, backward, _ = effect
+        known = self._to(table, target)
+        ahead, back = known.ends[source]
+        if (forward_pre is not None and not ahead) or (backward_pre is not None and not back):
+            return False
+        const += (max(forward_pre) if forward_pre is not None else 0.0) + (max(backward_pre) if backward_pre is not None else 0.0)
+        const -= ROUNDING * const if ties else -ROUNDING * const
+        least = iter(known.waited[source])
+        for x in forward:
+            for y in backward:
+                if const + x + y > next(least):
+                    return False
+        return True
+
+    def _to(self, table: TensorTable, target: int) -> To:
+        key = id(table), target
+        if key not in self._targets:
+            every = slice(None)
+            waited, ends = self.waited(table, every, target), self.sheet.ends_phases(table, every, target)
+            self._targets[key] = To(self.direct(table)[:, target, -1].tolist(), waited.tolist(), ends.tolist())
+        return self._targets[key]
 
     @cached_property
     def _edges_waited(self) -> Array:

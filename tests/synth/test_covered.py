@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import reduce
 from itertools import product
+from operator import or_
 from random import Random
 
 import pytest
 
 from hapx.restriction import Restriction
-from hapx.synth import astar
+from hapx.synth import astar, moves
 from hapx.synth.astar import Statistics, Width, beam, search
 from hapx.synth.bound import Bound
 from hapx.synth.domain import State, Synthesis, moves_of
+from hapx.synth.effect import cheaper
+from hapx.synth.moves import Moves
 from hapx.synth.problem import build
+from hapx.synth.tables import bits
 from support import toy
 from support.cases import Attention
 from support.completions import KINDS, used_often, walk
@@ -56,8 +61,8 @@ def test_nothing_has_spent_less_than_the_bound_says(source: str) -> None:
             paid = domain.bound.paid(state.level, state.place, state.cost, state.forward, state.backward)
             assert paid is not None
             for choice, (least, made) in enumerate(zip(paid.tolist(), domain.following.places(state.level), strict=True)):
-                moves = domain.following(state.level, state.place & step.reads, choice).moves
-                for after in domain._follow(state, moves, float("inf")):
+                following = domain.following(state.level, state.place & step.reads, choice).moves
+                for after in domain._follow(state, following, float("inf")):
                     spent = [after.cost + there + back for there, back in product(after.forward, after.backward)]
                     assert all(a >= b - 1e-9 * abs(a) for a, b in zip(spent, least, strict=True)), (number, state.level, choice)
                     assert after.spent_at_most(spent) and not after.spent_at_most([*spent[:-1], spent[-1] - 1e-12])
@@ -67,6 +72,32 @@ def test_nothing_has_spent_less_than_the_bound_says(source: str) -> None:
                     checked += 1
     print(f"{checked} partial programs, the bound is exact for {exact}; what {unknown} make available is not known before")
     assert exact > checked / 4 and unknown < checked
+
+
+@pytest.mark.parametrize("source", ["toys", "flat", "2x2"])
+def test_conversions_that_others_cover_are_not_priced(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All options are there, in the same order, with far fewer conversions priced."""
+    monkeypatch.setattr(moves, "PRICED", 0)
+    asked = priced = every = 0
+    for number, domain in enumerate(toys() if source == "toys" else real(source)):
+        if domain.moves.capacity is not None:
+            continue
+        random, least = Random(number), domain.bound.relaxation.priced
+        tables = list({id(t): t for t in domain.problem.tables.values()}.values())
+        plain, screened = (Moves(domain.problem, domain.moves.values.shares, False, None, domain.prices) for _ in range(2))
+        screened.least = least
+        for table in random.choices(tables, k=40):
+            mask = reduce(or_, (table.closure(p) for p in random.sample(range(len(table.placements)), min(3, len(table.placements)))))
+            target = random.randrange(len(table.placements))
+            assert screened.options(table, mask, target, True) == plain.options(table, mask, target, True)
+            for source_, other in product(bits(mask) if not mask >> target & 1 else (), repeat=2):
+                for effect, _ in plain._paths(table, other, target):
+                    if least.covered(table, source_, target, effect, True):
+                        assert all(cheaper(effect, own, False) for own, _ in plain._paths(table, source_, target))
+                        asked += 1
+        priced, every = priced + len(screened._between), every + len(plain._between)
+    print(f"{priced} of {every} priced; {asked} covered")
+    assert asked > 500 and priced < 0.9 * every
 
 
 @pytest.mark.parametrize("source", ["toys", "flat", "2x2"])
