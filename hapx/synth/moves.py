@@ -25,9 +25,8 @@ from hapx.synth.tables import Conversion, Kept, StepTerms, TensorTable, bits
 from hapx.theory.conversion import storages
 
 MOST = 200  # ways that none covers, if bytes count as well, from which on there are too many to look at
-PRICED = (
-    1000  # pairs of placements, from which on conversions are asked what they cost at least before they are priced: to know that takes preparation
-)
+# pairs of placements whose conversions are priced, from which on they are asked before what they cost at least: to know that takes preparation
+PRICED = 200
 MANY = 64  # ways to have some operands of a step, from which on those that others cover are left out before the next operand is looked at
 
 
