@@ -207,8 +207,8 @@ class EdgePrices:
         for part in self.parts:
             cuts = ~part.sums & self.costs.links[part.axis].cuts
             np.logical_and.at(found, part.edges, np.stack([cuts & (part.forward > 0), cuts & (part.backward > 0)], axis=1))
-        for edge, _, cuts_, ahead in self.recuts.tolist():
-            found[edge, 0 if ahead else 1] |= bool(cuts_)
+        for edge, _, waited, ahead in self.recuts.tolist():
+            found[edge, 0 if ahead else 1] |= bool(waited)
         return found
 
     def _recuts(self, edges: _Along) -> Iterator[tuple[int, int, bool, bool]]:

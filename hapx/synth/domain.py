@@ -20,7 +20,7 @@ import numpy as np
 from hapx.cost.terms import Shares
 from hapx.synth.astar import ROUNDING, Front
 from hapx.synth.bound import Bound
-from hapx.synth.effect import Effect, Effects, Vector, compose, plus, repeated
+from hapx.synth.effect import Effect, Effects, Vector, at_most, compose, plus, repeated
 from hapx.synth.moves import Move, Moves
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Choice, Problem, Step
@@ -44,13 +44,7 @@ class State:
 
     def spent_at_most(self, most: Iterable[float]) -> bool:
         """Whether for every kind forward and every kind backward no more is spent, with what is pending there, than `most` says of the pair."""
-        limits = iter(most)
-        for there in self.forward:
-            spent = self.cost + there
-            for back in self.backward:
-                if spent + back > next(limits):
-                    return False
-        return True
+        return at_most(self.cost, self.forward, self.backward, most)
 
 
 def moves_of(last: State) -> list[Move]:

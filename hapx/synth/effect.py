@@ -21,6 +21,7 @@ from hapx.cost.edges import Array
 
 Vector = tuple[float, ...]
 INFINITY = float("inf")
+ROUNDING = 1e-13  # of seconds that are compared
 
 
 class Effect(NamedTuple):
@@ -108,7 +109,18 @@ def _excess(a_pre: Vector | None, a: Vector, b_pre: Vector | None, b: Vector) ->
 
 def cheaper(a: Effect, b: Effect, memory: bool) -> bool:
     """Whether a can always stand for b (`memory`: bytes count too)."""
-    return excess(a, b) <= 1e-13 * b.weight and (not memory or all(map(le, a.memory, b.memory)))
+    return excess(a, b) <= ROUNDING * b.weight and (not memory or all(map(le, a.memory, b.memory)))
+
+
+def at_most(const: float, forward: Vector, backward: Vector, most: Iterable[float]) -> bool:
+    """Whether for every pair of kinds, one forward and one backward, `const` with what is pending there is no more than `most` says of the pair."""
+    limits = iter(most)
+    for ahead in forward:
+        spent = const + ahead
+        for back in backward:
+            if spent + back > next(limits):
+                return False
+    return True
 
 
 class Effects:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hapx.cost.edges import Array, Mask, Numbers
-from hapx.synth.effect import Effect
+from hapx.synth.effect import ROUNDING, Effect, at_most
 from hapx.synth.grid import Grid, Prices, layout
 from hapx.synth.outline import Outline
 from hapx.synth.problem import Problem, StepClass
@@ -23,7 +23,6 @@ from hapx.synth.tables import TensorTable, bits
 from hapx.theory.conversion import storages
 from hapx.transposes import forward_collective
 
-ROUNDING = 1e-13  # of an effect, as where effects are compared
 View = tuple[slice, tuple[int, ...]]  # entries, and their shape
 
 
@@ -229,10 +228,7 @@ class Priced:
         a conversion leaves in memory."""
         self.sheet, self.pairs, self._held, self._waited_for = sheet, pairs, held, waited
         self._targets: dict[tuple[int, int], To] = {}
-        direct: Array = np.minimum.reduce(np.add.reduce(edges[sheet.orders], axis=1), axis=0)
-        at, along = sheet.through
-        if len(at):
-            direct[at] = np.minimum(direct[at], np.add.reduce(edges[along], axis=0))
+        direct = _cheapest(edges, sheet.orders, *sheet.through)
         self._direct = direct if held is None else direct + held[:, None]
         self._rows = np.zeros((sheet.length, edges.shape[1]))  # from anything: nothing
         self._rows[sheet.of_one] = np.minimum.reduceat(self._direct[sheet.from_one], sheet.first_from)
@@ -274,9 +270,7 @@ class Priced:
         """(pair, pairs of kinds and one more): as `direct`, of what all kinds wait for and what is copied, which comes last in a conversion; with the
         last weight, without copies. rows, columns: see `Sheet.along`."""
         entries, orders, at, through = self.sheet.along(table, rows, columns)
-        edges = self._edges_waited
-        found: Array = np.minimum.reduce(np.add.reduce(edges[orders], axis=1), axis=0)
-        np.minimum.at(found, at, np.add.reduce(edges[through], axis=0))
+        found = _cheapest(self._edges_waited, orders, at, through)
         return found if self._held is None else found + self._held[entries, None]
 
     def in_order(self, table: TensorTable, sources: Sequence[int], target: int) -> list[int]:
@@ -292,13 +286,7 @@ class Priced:
         if (forward_pre is not None and not ahead) or (backward_pre is not None and not back):
             return False
         const += (max(forward_pre) if forward_pre is not None else 0.0) + (max(backward_pre) if backward_pre is not None else 0.0)
-        const -= ROUNDING * const if ties else -ROUNDING * const
-        least = iter(known.waited[source])
-        for x in forward:
-            for y in backward:
-                if const + x + y > next(least):
-                    return False
-        return True
+        return at_most(const * (1 - ROUNDING if ties else 1 + ROUNDING), forward, backward, known.waited[source])
 
     def _to(self, table: TensorTable, target: int) -> To:
         key = id(table), target
@@ -326,6 +314,14 @@ class Priced:
         if not self.cuts or not self.sheet.freed[own].any():
             return None
         return Cuts(self.sheet.layout.cuts_forward[own], self.sheet.layout.cuts_backward[own], self._after[own], self.pairs)
+
+
+def _cheapest(edges: Array, orders: Numbers, at: Numbers, through: Numbers) -> Array:
+    """(pair, weights) -> the least price over the paths between two placements: the edges for each order of the axes, and those through shards."""
+    found: Array = np.minimum.reduce(np.add.reduce(edges[orders], axis=1), axis=0)
+    if len(at):  # one path at most between two placements
+        found[at] = np.minimum(found[at], np.add.reduce(edges[through], axis=0))
+    return found
 
 
 def _at(values: Array, view: View) -> Array:
