@@ -603,8 +603,7 @@ class Alternation:
             found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known, self._possible)
             for solution in (found,) if found is not None else others:
                 self.counters.search.add(solution.statistics)
-            if others:  # from here on peaks of small sums are looked at, too
-                self.binds = self.fitting.strict = True
+            self.binds = self.binds or bool(others)
             if found is not None:
                 self.prices = found.prices or self.prices
                 if self.fitting.correct(found, np.asarray(found.memory), lengths):

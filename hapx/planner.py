@@ -109,7 +109,7 @@ def plan_spmd(
     old: list[Candidate] = []
     failures: list[HapError] = []
     alternations: dict[str, Alternation] = {}
-    exact = setting  # strict once memory binds
+    exact = setting  # strict once memory binds, but not where that is found: what corrections of limits mean would change on the way
     derived: dict[tuple[int, int | None], Theory] = {}
     allowed = views(setting.cluster, setting.rule) if meshes is None else meshes
     for number, mesh in enumerate(allowed, 1):
