@@ -147,13 +147,15 @@ def _batch_shares(best: Candidate) -> tuple[float, ...] | None:
 
 
 def _divided_work(best: Candidate, exact: CostModel) -> tuple[float, ...]:
-    """Forward seconds x speed of the instructions whose work is divided among devices (of all instructions if none is)."""
+    """Parts of the instructions whose work is divided among devices (of all instructions if none is), by the seconds that they take forward."""
     triples = [i.triple for i in best.program.instructions if isinstance(i.triple.body, OpCall)]
-    divided = [t for t in triples if any(c is not None for c in t.work)] or triples
-    terms = [f for t in divided if (f := exact.instruction(t).forward) is not None]
-    seconds: Vector = np.sum([f.at({}) for f in terms], axis=0) if terms else np.ones(len(exact.kinds))
-    own = _per_device(best.mesh, exact, seconds * np.asarray(exact.speeds))
-    return tuple(x / sum(own) for x in own)
+    own: Vector = np.zeros(len(exact.kinds))
+    for t in [t for t in triples if any(c is not None for c in t.work)] or triples:
+        seconds = exact.instruction(t).forward
+        part = exact.view.work(t.work or (None,) * len(best.mesh.axes), [p.placement for p in (*t.pre, *t.post)])
+        own += (float(seconds.at({}).max()) if seconds is not None else 0.0) * np.array(part.const)
+    of_device = _per_device(best.mesh, exact, own if own.any() else np.ones(len(exact.kinds)))
+    return tuple(x / sum(of_device) for x in of_device)
 
 
 def _per_device(mesh: Mesh, exact: CostModel, values: Vector) -> list[float]:

@@ -15,6 +15,7 @@ from hapx.graph.capture import capture
 from hapx.graph.segments import graph_hash
 from hapx.ir import Graph
 from hapx.planner import SIMPLER, extend, key_of, plan_graphs, plan_spmd, views
+from hapx.report.table import batch_sizes
 from hapx.restriction import AUTO, BASELINES, Restriction
 from hapx.states import Sharded
 from hapx.synth.problem import Problem
@@ -84,6 +85,14 @@ def test_explicit_ratios_are_used():
     assert plan.shares == pytest.approx((0.5, 0.25, 0.25, 0.0))
     with pytest.raises(HapError, match="4 numbers"):
         plan_graphs([mlp()], cluster(["fast"] * 4), strategy=Restriction(mesh="flat", ratios=(0.5, 0.5)))
+
+
+def test_shares_of_divided_work_are_those_of_what_is_cut():
+    by_hand = replace(BASELINES["tensor-parallel"], mesh="flat", ratios=(0.5, 0.25, 0.25, 0.0))
+    for on in (cluster(["fast"] * 4), cluster(["fast", "fast"], ["slow", "slow"])):  # whatever the devices are limited by
+        plan = plan_graphs([mlp()], on, strategy=by_hand)
+        assert batch_sizes(plan) is None
+        assert plan.shares == pytest.approx((0.5, 0.25, 0.25, 0.0))
 
 
 def test_nothing_fits():
