@@ -27,6 +27,7 @@ from hapx.progress import Teller
 from hapx.put_together import PUT_TOGETHER, SMALL, Made, look_ahead, polished, put_together
 from hapx.restriction import Restriction
 from hapx.scarcity import lacks_memory
+from hapx.seen import Seen, remembered
 from hapx.stage_prices import Asker
 from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, eager
@@ -228,6 +229,7 @@ def pipelines(
     # what is asked only has to rank: stages that are chosen are planned once more without these limits
     rule = replace(asked.rule, segments="none", max_stages=1, remat="none", sfb="never", forms=asked.rule.forms & {"padded"} or asked.rule.forms)
     askers: list[Asker] = []
+    drawn: dict[Hashable, tuple[Pipeline, Asker]] = {}
 
     def another(number: int, afresh: bool = False) -> Asker | None:
         """Also asks about so many micro-batches; None where their layers are others. afresh: not with programs that were searched for like ones."""
@@ -260,7 +262,7 @@ def pipelines(
             another(number)
         if not askers:
             return []
-        plans = _chosen(asked, askers, rival, inf, watch, one_stage)
+        plans = _chosen(asked, askers, rival, inf, watch, one_stage, drawn)
         number = 4 * max(a.asked.repeats for a in askers)  # smaller micro-batches take less memory
         todo = [number] if not plans and more and asked.graph.batch % number == 0 and rival(inf) is None else []
     plans.sort(key=lambda m: m.plan.iteration_time)
@@ -270,7 +272,7 @@ def pipelines(
         if asked.graph.batch % number or number > most or (asker := another(number, afresh=True)) is None:
             break
         before = plans[0].plan.iteration_time
-        found = _chosen(asked, [asker], rival, before, watch, one_stage)
+        found = _chosen(asked, [asker], rival, before, watch, one_stage, drawn)
         plans = sorted([*plans, *found], key=lambda m: m.plan.iteration_time)
         missed, gained = 0 if plans[0].asker is asker else missed + 1, 1 - plans[0].plan.iteration_time / before
     looked = {a.asked.repeats for a in askers}  # numbers of micro-batches at which the program has looked
@@ -284,7 +286,11 @@ def pipelines(
         plans = _improved(plans, asked, watch, with_twice_as_many if more else lambda _: None)
         watch("planning the slowest stages of the best pipeline once more")
         best = polishing.result() if plans[0] is first else polished(plans[0], asked.rule)
-    return [*([best] if best is not None and best.iteration_time < plans[0].plan.iteration_time else []), *(m.plan for m in plans)]
+    ranked, scale = [m.plan for m in plans], _scale(first)
+    if best is not None and best.iteration_time < ranked[0].iteration_time:
+        ranked.insert(0, best)
+    others = [*map(Seen.of, ranked[1:]), *(Seen.answered(p, a.layers, scale) for p, a in drawn.values())]
+    return [replace(ranked[0], statistics={**ranked[0].statistics, **remembered(Seen.of(ranked[0]), others)}), *ranked[1:]]
 
 
 def _improved(
@@ -307,10 +313,11 @@ def _improved(
 
 
 def _chosen(
-    asked: Setting, askers: Sequence[Asker], rival: Rival, below: float, watch: Callable[[str], None], one_stage: bool
+    asked: Setting, askers: Sequence[Asker], rival: Rival, below: float, watch: Callable[[str], None], one_stage: bool,
+    drawn: dict[Hashable, tuple[Pipeline, Asker]],
 ) -> list[Made]:  # fmt: skip
     """The best pipelines of the inter-operator program as plans; where what it chose does not fit after all, it is asked again. below: seconds of an
-    iteration; slower ones are of no interest, nor are those that are slower than the rival."""
+    iteration; slower ones are of no interest, nor are those that are slower than the rival. drawn: gets all that were simulated with answers."""
 
     def told(asks: int, best: float, _: float) -> None:
         watch(f"submeshes asked: {asks}" + (f", best pipeline {best * 1e3:.3g} ms" if best < inf else ""))
@@ -334,6 +341,7 @@ def _chosen(
         best, tried = inf, list[Pipeline]()
         by_number = {a.asked.repeats: a for a in askers}
         nearer.sort(key=lambda item: item[1].time)
+        drawn |= {key: (p, by_number[p.micro_batches]) for key, p in nearer}
         promising = [(key, p) for key, p in nearer[:PUT_TOGETHER] if p.time <= CLOSE * least]
         look_ahead((by_number[p.micro_batches], p) for key, p in promising if key not in plans)
         for key, pipeline in nearer:

@@ -103,7 +103,7 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
     crossings = crossings_between(plan.boundaries(key), asked.graph.refs)
     for seconds in () if turns else (first.seconds, patient(first.seconds)):
         warm = [str(s) for s in hidings(seconds, crossings)]
-        fits = bisect_left(warm, True, key=lambda style: _fits(under(style)))  # the fewer are under way the less memory it takes
+        fits = bisect_left(warm, True, key=lambda style: has_room(under(style)))  # the fewer are under way the less memory it takes
         styles |= dict.fromkeys(warm[fits : fits + 1])
     if not turns:
         styles |= dict.fromkeys(str(everywhere(len(pieces), number)) for number in SLACKS)
@@ -114,11 +114,11 @@ def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, stati
     least = (1 + TUNED) * min(s.timetable.total for s in drawn)
     ranked = sorted(drawn, key=lambda s: (max(s.timetable.total, least), sum(in_flight(s.plan.schedules[key]))))
     if thorough and not turns:
-        ranked[:0] = [_tuned(staged, under) for staged in islice(filter(_fits, ranked), 1)]
+        ranked[:0] = [_tuned(staged, under) for staged in islice(filter(has_room, ranked), 1)]
     for staged in ranked:
         if asked.repeats > some:
             staged = first.under(drafted(plan, key, staged.plan.schedules[key].name))
-        if _fits(staged):
+        if has_room(staged):
             checked(plan, key, staged.plan.schedules[key])
             return replace(predicted(staged), restriction=rule)
     raise InsufficientMemoryError("no schedule of the pipeline fits into memory")
@@ -131,14 +131,14 @@ def _tuned(best: Staged, under: Callable[[str], Staged]) -> Staged:
         style = Style.parse(best.plan.schedules[best.plan.first].name)
         near = nearby(style, len(best.plan.groups)) if style.name in ("1f1b", "1f1b-warm") else ()
         limit = (1 - TUNED) * best.timetable.total
-        return next((s for s in map(under, map(str, near)) if s.timetable.total < limit and _fits(s)), None)
+        return next((s for s in map(under, map(str, near)) if s.timetable.total < limit and has_room(s)), None)
 
     while (found := faster_one()) is not None:
         best = found
     return best
 
 
-def _fits(staged: Staged) -> bool:
+def has_room(staged: Staged) -> bool:
     """Whether every device has room for its stages, and what is left free of it."""
     cluster = staged.plan.cluster
     return all(held <= usable(cluster.type_of(d)) for d, held in enumerate(staged.memory))

@@ -3,7 +3,7 @@
 In: a plan; it has its model and its cluster inside. Out: `Alternative`s. A *choice* is how a layer computes (the placement of what its products
 make), or one of its communications: how activations are exchanged, weights stored and gathered, gradients synchronised. Equal layers are one choice.
 It is forbidden for all of them at once, and the model is planned again: on the plan's own mesh view, from the plan's ratios, then balanced. Its
-price is the difference of the simulated times.
+price is the difference of the simulated times. A stage of a pipeline is planned again alone, for its micro-batches, and priced by the whole pipeline.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from hapx.ir import OpCall
 from hapx.lower import lower
 from hapx.plan import Plan
 from hapx.planner import Counters, Setting, plan_spmd
+from hapx.predict import Staged
 from hapx.progress import Watcher
 from hapx.report.folding import fold
 from hapx.report.layers import Layer, layers
+from hapx.report.one_stage import stage_plan, with_stage
 from hapx.report.pricing import Message, Pricing, Step
 from hapx.report.render import new_table, render
 from hapx.report.words import collective_text, time_text
+from hapx.schedules import in_flight
 from hapx.synth.forbidden import Forbidden
 from hapx.transposes import backward_collective, forward_collective
 
@@ -52,6 +55,32 @@ class Alternative:
     none: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is planned again. alone: a plan of one stage; of a pipeline: the plan and the number of that stage, how many micro-batches it runs per
+    iteration and how many of them it keeps at once."""
+
+    alone: Plan
+    of: Plan | None = None
+    number: int = 0
+    repeats: int = 1
+    in_flight: int = 1
+
+    @classmethod
+    def stage(cls, staged: Staged, number: int) -> Part:
+        schedule = staged.plan.schedules[staged.plan.first]
+        return cls(stage_plan(staged, number), staged.plan, number, len(schedule.micro_batches), in_flight(schedule)[number])
+
+    @property
+    def now(self) -> float:
+        """Seconds of an iteration."""
+        return self.alone.iteration_time if self.of is None else self.of.iteration_time
+
+    def seconds(self, alone: Plan) -> float:
+        """Seconds of an iteration with another plan in its place."""
+        return alone.iteration_time if self.of is None else Staged(with_stage(self.of, self.number, alone)).timetable.total
+
+
 @dataclass
 class _Draft:
     module: str
@@ -60,11 +89,11 @@ class _Draft:
     forbidden: list[Forbidden] = field(default_factory=list)
 
 
-def choices(pricing: Pricing) -> tuple[Choice, ...]:
-    """The choices of a plan, the most expensive first."""
+def choices(pricing: Pricing, repeats: int = 1) -> tuple[Choice, ...]:
+    """The choices of a plan, the most expensive first. repeats: how often everything runs per iteration, but for the synchronisation of gradients."""
     drafts: dict[tuple[str, str], _Draft] = {}
     for step in pricing.steps:
-        for says, seconds, forbidden in (*_computing(pricing, step), *_communicating(pricing, step)):
+        for says, seconds, forbidden in (*_computing(pricing, step, repeats), *_communicating(pricing, step, repeats)):
             draft = drafts.setdefault((step.module, says), _Draft(step.module, says))
             draft.seconds += seconds
             draft.forbidden.append(forbidden)
@@ -77,7 +106,7 @@ def choices(pricing: Pricing) -> tuple[Choice, ...]:
     return tuple(sorted(found, key=lambda c: -c.seconds))
 
 
-def _computing(pricing: Pricing, step: Step) -> list[tuple[str, float, Forbidden]]:
+def _computing(pricing: Pricing, step: Step, repeats: int) -> list[tuple[str, float, Forbidden]]:
     """The product of an instruction: where its result is, and seconds on the slowest kind."""
     triple = step.instruction.triple
     if triple.node is None or not work(pricing.graph, pricing.graph.nodes[triple.node]).forward:
@@ -85,10 +114,10 @@ def _computing(pricing: Pricing, step: Step) -> list[tuple[str, float, Forbidden
     terms = [t.at({}) for t in (step.cost.forward, step.cost.backward) if t is not None]
     out = triple.post[0]
     says = f"computed with {pricing.words.placement(pricing.graph.refs[out.tensor], out.placement)}"
-    return [(says.replace("with whole", "whole on every device"), float(np.sum(terms, axis=0).max()), Forbidden(made=frozenset({out})))]
+    return [(says.replace("with whole", "whole on every device"), repeats * float(np.sum(terms, axis=0).max()), Forbidden(made=frozenset({out})))]
 
 
-def _communicating(pricing: Pricing, step: Step) -> list[tuple[str, float, Forbidden]]:
+def _communicating(pricing: Pricing, step: Step, repeats: int) -> list[tuple[str, float, Forbidden]]:
     """The communications of an instruction, forward and backward together, per axis."""
     triple, found = step.instruction.triple, []
     for axis in dict.fromkeys(m.axis for m in step.messages if m.what != "sums"):
@@ -103,7 +132,8 @@ def _communicating(pricing: Pricing, step: Step) -> list[tuple[str, float, Forbi
             forward, backward = forward_collective(change.source, change.target), backward_collective(change.source, change.target)
             names = " / ".join(collective_text(n) for n in (forward, backward) if n is not None and _runs(n, messages))
             says = f"{messages[0].what}: {names}"
-        found.append((says + pricing.words.over(axis), sum(m.seconds for m in messages), forbidden))
+        seconds = sum(m.seconds * (1 if m.direction == "synchronise" else repeats) for m in messages)
+        found.append((says + pricing.words.over(axis), seconds, forbidden))
     return found
 
 
@@ -116,17 +146,18 @@ def _joined(parts: Sequence[Forbidden]) -> Forbidden:
     return Forbidden(made, calls, frozenset(x for p in parts for x in p.changes))
 
 
-def alternatives(pricing: Pricing, most: int = MOST, progress: Watcher | None = None) -> tuple[Alternative, ...]:
+def alternatives(part: Part, most: int = MOST, progress: Watcher | None = None) -> tuple[Alternative, ...]:
     """For the `most` expensive choices."""
-    return tuple(without(pricing.plan, choice, progress) for choice in choices(pricing)[:most])
+    return tuple(without(part, choice, progress) for choice in choices(Pricing.of(part.alone), part.repeats)[:most])
 
 
-def without(plan: Plan, choice: Choice, progress: Watcher | None = None) -> Alternative:
+def without(part: Part, choice: Choice, progress: Watcher | None = None) -> Alternative:
     """The best program that does not make a choice, on the plan's mesh."""
+    plan = part.alone
     stage, graph = plan.stages[0], plan.graphs[plan.first]
     setting = Setting(
         graph, plan.first, plan.cluster, plan.restriction, plan.precision, plan.optimizer, start=stage.shares, progress=progress,
-        forbidden=choice.forbidden,
+        forbidden=choice.forbidden, repeats=part.repeats, in_flight=part.in_flight,
     )  # fmt: skip
     counters = Counters()
     try:
@@ -142,19 +173,21 @@ def without(plan: Plan, choice: Choice, progress: Watcher | None = None) -> Alte
 # ---- text --------------------------------------------------------------------------------------------------------------
 
 
-def why_text(plan: Plan, progress: Watcher | None = None) -> str:
+def why_text(part: Part, progress: Watcher | None = None) -> str:
     """The table of `hapx show --why`."""
-    pricing = Pricing.of(plan)
+    plan = part.alone
+    if len(plan.stages[0].devices) == 1:
+        return "why: on one device nothing is placed or communicated"
     columns = ("takes", "iteration", "change")
     table = new_table("choice", "takes", "instead", "iteration", "change", right=columns, whole=columns)
-    for found in alternatives(pricing, progress=progress):
+    for found in alternatives(part, progress=progress):
         choice = found.choice
         said = [f"{choice.layer or '(model)'}: {choice.says}", time_text(choice.seconds)]
         if found.plan is None:
             table.add_row(*said, found.none, "-", "-")
         else:
-            more = found.plan.iteration_time / plan.iteration_time - 1
-            table.add_row(*said, instead(plan, found.plan, choice), time_text(found.plan.iteration_time), f"{more:+.1%}")
+            seconds = part.seconds(found.plan)
+            table.add_row(*said, instead(plan, found.plan, choice), time_text(seconds), f"{seconds / part.now - 1:+.1%}")
     heading = "why: the most expensive choices, and the next best program without each of them (planned again, on the same mesh)"
     return f"{heading}\n\n{render(table)}"
 

@@ -30,6 +30,19 @@ def stage_plan(staged: Staged, number: int) -> Plan:
     return replace(found, iteration_time=simulate(found).total)
 
 
+def with_stage(plan: Plan, number: int, alone: Plan) -> Plan:
+    """The plan with another program for a stage, planned as `stage_plan` gives it; not simulated yet."""
+    key, (own,) = plan.first, alone.stages
+    stage = replace(plan.stages[number], mesh=own.mesh, shares=own.shares, lengths={key: own.lengths[key]}, programs={key: own.programs[key]})
+    placed = {s.name: c.placement for s in alone.storage for c in s.copies}
+    storage = tuple(
+        replace(s, copies=tuple(replace(c, placement=placed[s.name]) if c.stage == number and s.name in placed else c for c in s.copies))
+        for s in plan.storage
+    )  # fmt: skip
+    stages = (*plan.stages[:number], stage, *plan.stages[number + 1 :])
+    return replace(plan, stages=stages, storage=storage)
+
+
 def heading(plan: Plan, number: int) -> str:
     """ "stage 1, devices 2-3: 2 V100, layers blocks.2-3, head"."""
     devices = plan.stages[number].devices

@@ -13,12 +13,13 @@ import numpy as np
 from hapx.plan import Plan
 from hapx.predict import Staged
 from hapx.progress import Watcher
-from hapx.report.alternatives import why_text
+from hapx.report.alternatives import Part, why_text
 from hapx.report.layers import layers
 from hapx.report.memory import memory_table
 from hapx.report.messages import traffic, traffic_table
-from hapx.report.one_stage import by_stage, heading, stage_plan
+from hapx.report.one_stage import by_stage, heading
 from hapx.report.phases import phases, phases_table
+from hapx.report.pipelined import pipeline_text
 from hapx.report.pricing import Pricing, Step
 from hapx.report.render import new_table, render
 from hapx.report.search import statistics_text
@@ -114,13 +115,16 @@ def _phases(plan: Plan) -> str:
 
 
 def why(plan: Plan, progress: Watcher | None = None) -> str:
-    """What the most expensive choices save; of several stages, those of the slowest one, for which the others wait."""
+    """What the most expensive choices save; of several stages, those of the pipeline and of the slowest stage that has any."""
     if not plan.schedules:
-        return why_text(plan, progress)
+        return why_text(Part(plan), progress)
     staged = Staged(plan)
-    slowest = slowest_stage(staged)
-    said = f"{heading(plan, slowest)}: the slowest stage, and no other, for one micro-batch with synchronisation and update"
-    return headed(said, why_text(stage_plan(staged, slowest), progress))
+    found = [pipeline_text(staged)]
+    if several := [i for i, s in enumerate(plan.stages) if len(s.devices) > 1]:
+        slowest = slowest_stage(staged, several)
+        said = f"{heading(plan, slowest)}: the slowest stage of several devices, and no other; seconds per iteration, of the whole pipeline"
+        found.append(headed(said, why_text(Part.stage(staged, slowest), progress)))
+    return "\n\n".join(found)
 
 
 def without_slowest(plan: Plan, progress: Watcher | None = None) -> str | None:

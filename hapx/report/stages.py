@@ -68,8 +68,13 @@ def idle_lines(plan: Plan) -> list[str]:
 
 def layers_text(plan: Plan, stage: int) -> str:
     """The modules of a stage, down to the first number of their paths: "tok, pos, blocks.0-5"; "part of" one that other stages have, too."""
+    return layers_of(plan, [s.nodes[plan.first] for s in plan.stages], stage)
+
+
+def layers_of(plan: Plan, nodes: Sequence[tuple[int, int]], stage: int) -> str:
+    """`layers_text` of a stage, where stages run these nodes [start, stop) of the plan's graph."""
     graph = plan.graphs[plan.first]
-    found = [_modules(graph, *s.nodes[plan.first]) for s in plan.stages]
+    found = [_modules(graph, *own) for own in nodes]
     others = {m for i, own in enumerate(found) for m in own if i != stage}
     rows = [(m, m in others and any(p.isdigit() for p in m.split("."))) for m in found[stage]]
     texts = [f"part of {path}" if rows[members[0]][1] else path for path, members in sorted(fold(rows), key=lambda g: g[1])]
@@ -123,9 +128,9 @@ def _layouts(plan: Plan, ends: Sequence[tuple[int, Property]]) -> str:
     return "; ".join(dict.fromkeys(Vocabulary.of(plan, i).placement(refs[p.tensor], p.placement) for i, p in ends))
 
 
-def slowest_stage(staged: Staged) -> int:
-    """The stage that takes longest for a micro-batch."""
-    return max(range(len(staged.times)), key=lambda i: staged.times[i].micro)
+def slowest_stage(staged: Staged, among: Sequence[int] | None = None) -> int:
+    """The stage that takes longest for a micro-batch. among: not of all stages, but of these."""
+    return max(range(len(staged.times)) if among is None else among, key=lambda i: staged.times[i].micro)
 
 
 def throughput_line(staged: Staged) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 import hapx
 from hapx.plan import Communication, Plan
-from hapx.report.alternatives import alternatives, choices, instead, why_text, without
+from hapx.report.alternatives import Part, alternatives, choices, instead, why_text, without
 from hapx.report.pricing import Pricing
 from hapx.report.words import time_text
 from hapx.restriction import BASELINES
@@ -50,7 +50,7 @@ def test_the_most_expensive_choices_come_first(mesh: str) -> None:
 def test_alternatives_are_sound_plans_without_the_choice(mesh: str) -> None:
     plan = planned(mesh)
     pricing = Pricing.of(plan)
-    for found in alternatives(pricing):
+    for found in alternatives(Part(pricing.plan)):
         assert found.plan is not None, found.none
         found.plan.verify()
         assert found.plan.stages[0].mesh == plan.stages[0].mesh
@@ -68,7 +68,7 @@ def test_without_gradient_synchronisation() -> None:
     """The gradients of a layer are not summed over devices: its weights are split, or whole for a layer that every device computes whole."""
     plan = planned("flat")
     (choice, *_) = [c for c in choices(Pricing.of(plan)) if c.says == "gradients: all-reduce"]
-    found = without(plan, choice)
+    found = without(Part(plan), choice)
     assert found.plan is not None
 
     def synchronised(p: Plan) -> set[str]:
@@ -85,8 +85,8 @@ def test_without_gradient_synchronisation() -> None:
 
 def test_the_table() -> None:
     plan = planned("flat")
-    found = alternatives(Pricing.of(plan))
-    text = why_text(plan)
+    found = alternatives(Part(plan))
+    text = why_text(Part(plan))
     assert text.startswith("why: the most expensive choices")
     assert max(map(len, text.splitlines())) <= 120 and text.isascii()
     for a in found:
@@ -99,6 +99,6 @@ def test_where_there_is_no_other_way() -> None:
     """A strategy that allows nothing else."""
     model = MLP((256, 512, 128))
     plan = hapx.plan(model, CLUSTER, example_inputs=model.example(4096), strategy="dp-even")
-    found = alternatives(Pricing.of(plan), most=20)
+    found = alternatives(Part(plan), most=20)
     assert [a.none for a in found if a.choice.says == "gradients: all-reduce"] == ["there is no other way"] * 2
-    assert "there is no other way" in why_text(plan)
+    assert "there is no other way" in why_text(Part(plan))

@@ -105,12 +105,15 @@ def test_explanations_come_stage_by_stage() -> None:
     assert by_stage(plan, lambda p: str(p.stages[0].devices)) == f"{names[0]}: one micro-batch\n\n(0, 1)\n\n{names[1]}: one micro-batch\n\n(2,)"
 
 
-def test_why_is_told_of_the_slowest_stage() -> None:
+def test_why_is_told_of_the_pipeline_and_of_the_slowest_stage_of_several_devices() -> None:
     plan = mlp()
-    slowest = max((0, 1), key=lambda i: Staged(plan).times[i].micro)
+    (several,) = [i for i, s in enumerate(plan.stages) if len(s.devices) > 1]
     why, without = (reason(plan, None) for reason in REASONS)
-    assert why is not None and why.startswith(f"{heading(plan, slowest)}: the slowest stage, and no other, ")
+    assert why is not None and why.startswith("why this pipeline: ")
+    assert f"\n\n{heading(plan, several)}: the slowest stage of several devices, and no other; " in why
     assert without is None
+    alone = REASONS[0](gpt(), None)
+    assert alone is not None and "the slowest stage" not in alone  # one device each
 
 
 def test_plans_with_other_stages_are_compared() -> None:
