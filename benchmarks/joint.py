@@ -5,8 +5,8 @@
     python -m benchmarks.joint --cases 20               only the first cases
 
 The reference of a case is the best pair met from a grid over all shares of device kinds (both rows alike) and from random shares (each row its own),
-with A* at every point and the linear program and further alternation after it. Gaps are of the planner's additive cost at integer lengths, on one
-mesh view.
+with A* at every point and the linear program and further alternation after it, and, where memory limits ratios, those at which the peaks of the best
+programs just fit. Gaps are of the planner's additive cost at integer lengths, on one mesh view.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def measure(seed: int) -> Result:
     for ratios in restarts(reference, seed):
         with suppress(InsufficientMemoryError):
             reference._alternate(ratios, infinite)
+    if reference.found:
+        reference._descend(infinite)
     best = min([own, *(c.cost for c in reference.found.values() if c.fits)])
     seconds = (between - began, time.process_time() - between)
     ended = tuple(sorted(counters.ended.items()))

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hapx.balancer.descent import descend
 from hapx.balancer.lp import Objective, balance, objective
 from hapx.balancer.rounding import Lengths, fit, fullest, improve, level_ratios, per_device, round_ratios
 from hapx.cluster.spec import ClusterSpec
@@ -61,6 +62,7 @@ MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not beli
 MUCH = 20_000  # partial programs, after which a problem is not also searched as strategies by name:
 BY_NAME = ("tensor-parallel", "zero")
 NAMED = 3  # programs of each of them that are candidates
+DESCENTS = 3  # of the best programs whose ratios peaks limit, each followed by an alternation; of one that is not small, 1
 
 _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 
@@ -195,6 +197,8 @@ class Alternation:
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views; none where the bound says that
         nothing comes near it."""
         self._meet(known)
+        if self.free and self.found and self._best().cost <= UNLIKELY * known:
+            self._descend(known)
         return [*self.found.values(), *([self.old] if self.old is not None and self.found else [])]
 
     def _meet(self, known: float) -> None:
@@ -240,6 +244,44 @@ class Alternation:
             self._once_more(known)
         if several and not early:
             self._by_name(known)
+
+    def _descend(self, known: float) -> None:
+        """Where memory limits ratios: those of the best programs at which their peaks just fit (`hapx.balancer.descent`), and what is found from
+        there."""
+        looked: set[int] = set()
+        for _ in range(DESCENTS if self.small else 1):
+            before = self._best().cost
+            for candidate in at_their_best(self.found.values())[:NAMED]:
+                if id(candidate.program) not in looked and candidate.cost <= UNLIKELY * before:
+                    looked.add(id(candidate.program))
+                    self._downhill(candidate)
+            best = self._best()
+            if best.cost >= (1 - STALLED) * before:
+                return
+            with suppress(InsufficientMemoryError):  # what was found fits
+                self._alternate(self._by_kind(best.shares), known, {c: best.lengths[c] for c in self._goal_of(best)[1].cuts})
+
+    def _downhill(self, candidate: Candidate) -> None:
+        """Keeps a candidate also at ratios that are better and fit, if there are any and memory may have limited its own."""
+        solution, goal = self._goal_of(candidate)
+        if not self.binds and self.fitting.spares(goal.memory(self._shares(candidate.lengths, goal.cuts))):
+            return
+        movable = [c for c in goal.cuts if c not in self.fixed]
+
+        def deal(ratios: Mapping[Row, Vector]) -> Lengths:
+            dealt = self._lengths(ratios)
+            return {**candidate.lengths, **{c: dealt[c] for c in movable}}
+
+        ratios, lengths = descend(
+            self._by_kind(candidate.shares), dict(candidate.lengths), self.kinds, movable, deal, lambda own: goal.time(self._shares(own, goal.cuts)),
+            lambda own: self.fitting.holds(solution, own),
+        )  # fmt: skip
+        if lengths != candidate.lengths:
+            self._keep(solution, goal, lengths, ratios)
+
+    def _goal_of(self, candidate: Candidate) -> tuple[Solution, Objective]:
+        """The solution of a candidate that was found here, and its cost as a function of shares."""
+        return next(own for own in self.goals.values() if own[0].program is candidate.program)
 
     def _far(self, known: float) -> bool:
         """Whether nothing was found that comes near `known` seconds."""
@@ -637,7 +679,7 @@ class Alternation:
             lengths = fit(lengths, self.kinds, excess, movable)
         return improve(lengths, self.kinds, cost, movable)
 
-    def _shares(self, lengths: Lengths, cuts: Iterable[Cut]) -> Mapping[Cut, Vector]:
+    def _shares(self, lengths: Mapping[Cut, tuple[int, ...]], cuts: Iterable[Cut]) -> Mapping[Cut, Vector]:
         return self.costs.lengths_to_shares({c: lengths[c] for c in cuts})
 
     def _keep(self, solution: Solution, goal: Objective, lengths: Lengths, ratios: Mapping[Row, Vector]) -> Candidate | None:

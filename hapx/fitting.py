@@ -43,10 +43,21 @@ class Fitting:
     def correct(self, solution: Solution | Candidate, total: Vector, lengths: Lengths) -> bool:
         """Whether the peak fits; the limits become those that this program would have needed. total: the program's sum at the lengths; where that is
         far below the capacity, the peak is not looked at (unless strict)."""
-        if not self.strict and (total <= SPARED * self.capacity).all():
+        if self.spares(total):
             return True
         highest, _ = self.peak(solution, lengths)
         self.limits = np.maximum(self.capacity + total - highest, 0.01 * self.capacity)
+        return self._within(highest)
+
+    def spares(self, total: Vector) -> bool:
+        """Whether a sum is so far below the capacity that the peak is not looked at."""
+        return not self.strict and bool((total <= SPARED * self.capacity).all())
+
+    def holds(self, solution: Solution | Candidate, lengths: Lengths) -> bool:
+        """Whether the peak fits; whatever the sum is, and the limits stay."""
+        return self._within(self.peak(solution, lengths)[0])
+
+    def _within(self, highest: Vector) -> bool:
         return bool((highest <= self.capacity * (1 + 1e-9)).all())
 
     def peak(self, solution: Solution | Candidate, lengths: Lengths, exact: CostModel | None = None) -> tuple[Vector, Peak]:

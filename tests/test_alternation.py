@@ -97,6 +97,17 @@ def test_views_after_the_one_where_memory_binds_look_at_all_peaks(monkeypatch: p
     assert binds and second
 
 
+@pytest.mark.parametrize(("seed", "gain"), [(69, 0.10), (64, 0.05), (49, 0.03)])
+def test_ratios_are_taken_as_far_as_peaks_allow(seed: int, gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of memory, within limits that other ratios have shown, stop short of them."""
+    problem = case(seed)
+    found = plan_spmd(problem.setting, Counters(), [problem.mesh])[0]
+    monkeypatch.setattr("hapx.alternation.DESCENTS", 0)
+    before = plan_spmd(problem.setting, Counters(), [problem.mesh])[0]
+    assert problem.binds and found.fits and before.fits
+    assert found.cost < (1 - gain) * before.cost
+
+
 def test_only_the_best_view_gets_a_long_search_where_memory_binds(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, budgets = case(TWO_VIEWS), []
 

@@ -101,7 +101,7 @@ def improve(
     value = cost(best)
     small = [c for c in movable if c.units <= FEW_UNITS]
     for _ in range(MAX_MOVES):
-        trials = [trial for cut in small for trial in _neighbours(best, cut, kinds)]
+        trials = [trial for cut in small for trial in neighbours(best, cut, kinds)]
         costs = [cost(t) for t in trials]
         if not costs or min(costs) >= value * (1 - 1e-9):
             break
@@ -110,7 +110,7 @@ def improve(
     return best
 
 
-def _neighbours(lengths: Lengths, cut: Cut, kinds: Sequence[Sequence[int]]) -> Iterable[Lengths]:
+def neighbours(lengths: Lengths, cut: Cut, kinds: Sequence[Sequence[int]]) -> Iterable[Lengths]:
     """The lengths with the maximum of one kind one lower and the units that this frees given to one other kind."""
     own = lengths[cut]
     for giver in kinds:
@@ -139,7 +139,7 @@ def fit(
     best, cuts = dict(lengths), list(movable)
     value = excess(best)
     while value > 0:
-        trials = [t for cut in cuts for t in _neighbours(best, cut, kinds)]
+        trials = [t for cut in cuts for t in neighbours(best, cut, kinds)]
         values = [excess(t) for t in trials]
         if not values or min(values) >= value - 1e-15:
             break
