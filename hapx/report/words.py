@@ -54,6 +54,8 @@ def share_text(share: float) -> str:
 def shares_text(shares: Sequence[float]) -> str:
     """Shares of all devices: one where they are equal, else from the smallest to the largest."""
     low, high = min(shares), max(shares)
+    if len(shares) == 1:
+        return share_text(low)
     return f"{share_text(low)} each" if high - low < 5e-4 else f"{share_text(low)} to {share_text(high)}"
 
 

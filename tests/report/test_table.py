@@ -12,7 +12,7 @@ from hapx.report.compare import compare_table
 from hapx.report.layers import Layer, collapse, layers
 from hapx.report.split import TimeSplit, split_of
 from hapx.report.table import batch_sizes, plan_table
-from hapx.report.words import devices_text, lengths_text, ranges_text, size_text, time_text
+from hapx.report.words import devices_text, lengths_text, ranges_text, shares_text, size_text, time_text
 from hapx.restriction import BASELINES
 from hapx.timeline import Event, Timeline
 from support.plans import flat, mlp_batch_split, mlp_tensor_parallel, place, sharded
@@ -160,3 +160,7 @@ def test_where_the_time_goes() -> None:
     assert split == TimeSplit(9.0, 2.0, 2.0, 1.0, 1.0, 0.0, synchronisation=2.0, waiting=1.0, hidden=1.0)
     assert (split.compute, split.communication) == (5.0, 1.0)
     assert str(split) == "9 s = compute 5 s + communication 1 s + sync 2 s (+1 s hidden) + waiting 1 s"
+
+
+def test_shares_of_all_devices() -> None:
+    assert [shares_text(s) for s in ((1.0,), (0.25,) * 4, (0.1, 0.9))] == ["100.0 %", "25.0 % each", "10.0 % to 90.0 %"]
