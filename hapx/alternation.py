@@ -63,6 +63,7 @@ MUCH = 20_000  # partial programs, after which a problem is not also searched as
 BY_NAME = ("tensor-parallel", "zero")
 NAMED = 3  # programs of each of them that are candidates
 DESCENTS = 3  # of the best programs whose ratios peaks limit, each followed by an alternation; of one that is not small, 1
+NEAR = 0.01  # `Setting.within` above which ratios need not be that good
 
 _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 
@@ -197,7 +198,7 @@ class Alternation:
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views; none where the bound says that
         nothing comes near it."""
         self._meet(known)
-        if self.free and self.found and self._best().cost <= UNLIKELY * known:
+        if self.free and self.found and self.setting.within <= NEAR and self._best().cost <= UNLIKELY * known:
             self._descend(known)
         return [*self.found.values(), *([self.old] if self.old is not None and self.found else [])]
 

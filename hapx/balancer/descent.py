@@ -19,6 +19,7 @@ from hapx.states import Cut, Row
 
 PARTS = tuple(2.0**-n for n in range(3, 11))  # of a row, that are moved from one kind of devices to another
 LEAST = 1e-4  # of the cost that a move must gain
+FEW_KINDS = 5  # of devices, of which also two give to a third one together
 TINY = 1e-12  # a share that is left over when all of it was moved
 
 Ratios = Mapping[Row, Vector]
@@ -54,13 +55,14 @@ def descend(
 
 
 def _shifted(ratios: Ratios, rows: Sequence[Row], kinds: Sequence[Sequence[int]], part: float) -> Iterator[Ratios]:
-    """A part of a row given to one kind by another one, by two (that may be equally slow) or by all others; or all that they have."""
+    """A part of a row given to one kind by another one, if kinds are few by two (that may be equally slow), or by all others; or all they have."""
     sizes, everyone = [len(k) for k in kinds], range(len(kinds))
     for row in rows:
         has = [float(share) * size for share, size in zip(ratios[row], sizes, strict=True)]
         for taker in everyone:
             others = [k for k in everyone if k != taker and has[k] > 0]
-            for givers in dict.fromkeys((*combinations(others, 1), *combinations(others, 2), tuple(others))):
+            two = combinations(others, 2) if len(kinds) <= FEW_KINDS else ()
+            for givers in dict.fromkeys((*combinations(others, 1), *two, tuple(others))):
                 whole = sum(has[k] for k in givers)
                 if whole > 0:
                     given = min(part, whole)
