@@ -14,7 +14,7 @@ from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.pipelines import assemble, plan_piece
 from hapx.planner import key_of
 from hapx.predict import Staged
-from hapx.put_together import _fits, _scheduled
+from hapx.put_together import _scheduled, has_room
 from hapx.restriction import AUTO
 from support.clusters import TWO_MACHINES
 from support.models import GPT
@@ -54,6 +54,6 @@ def test_schedules_leave_free_what_is_not_planned_with() -> None:
     cluster = replace(TWO_MACHINES, device_types=types)
     limits = [0.9 * cluster.type_of(d).memory for d in range(4)]
     assert full.memory[0] > limits[0] > few.memory[0]
-    assert not _fits(Staged(replace(full, cluster=cluster))) and _fits(Staged(replace(few, cluster=cluster)))
+    assert not has_room(Staged(replace(full, cluster=cluster))) and has_room(Staged(replace(few, cluster=cluster)))
     plan = _scheduled(pieces, replace(setting, cluster=cluster), AUTO, {})
     assert all(held <= limit for held, limit in zip(plan.memory, limits, strict=True))
