@@ -443,9 +443,9 @@ class Alternation:
         best = self._best()
         if best.gap <= STALLED:
             return []
-        solution = next(s for s, _ in self.goals.values() if s.program is best.program)
+        solution, goal = self._goal_of(best)
         lengths, shares = dict(best.lengths), self.costs.lengths_to_shares(best.lengths)
-        self.fitting.correct(solution, self._goal(solution).memory(shares), lengths)  # for the limits
+        self.fitting.correct(solution, goal.memory(shares), lengths)  # for the limits
         found, _ = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, LONGER)
         if found is None:
             return []

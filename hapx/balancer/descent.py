@@ -10,10 +10,10 @@ what was given does; only what costs less is asked whether it fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 
-from hapx.balancer.rounding import FEW_UNITS, MAX_MOVES, Lengths, neighbours
+from hapx.balancer.rounding import MAX_MOVES, Lengths, cheapest, improve
 from hapx.cost.terms import Vector
 from hapx.states import Cut, Row
 
@@ -31,27 +31,17 @@ def descend(
 ) -> tuple[Ratios, Lengths]:  # fmt: skip
     """Ratios are per device of each kind. movable: the cuts that may change; deal: gives lengths for ratios, where those of other cuts stay."""
     rows = tuple(dict.fromkeys(c.row for c in movable))
-    small = [c for c in movable if c.units <= FEW_UNITS]
     best, at, value = ratios, lengths, cost(lengths)
-
-    def move(trials: Iterable[tuple[Ratios, Lengths]]) -> bool:
-        """Takes the cheapest trial that fits, if one is cheaper."""
-        nonlocal best, at, value
-        priced = [(cost(own), k, shares, own) for k, (shares, own) in enumerate(trials) if own != at]
-        for seconds, _, shares, own in sorted(p for p in priced if p[0] < value * (1 - LEAST)):
-            if fits(own):
-                best, at, value = shares, own, seconds
-                return True
-        return False
-
     for part in PARTS:
         for _ in range(MAX_MOVES):
-            if not move((shares, deal(shares)) for shares in _shifted(best, rows, kinds, part)):
+            shifted = list(_shifted(best, rows, kinds, part))
+            dealt = list(map(deal, shifted))
+            costs = list(map(cost, dealt))
+            found = cheapest(dealt, costs, value * (1 - LEAST), fits)
+            if found is None:
                 break
-    for _ in range(MAX_MOVES):
-        if not move((best, own) for cut in small for own in neighbours(at, cut, kinds)):
-            break
-    return best, at
+            best, at, value = shifted[found], dealt[found], costs[found]
+    return best, improve(at, kinds, cost, movable, fits, LEAST)
 
 
 def _shifted(ratios: Ratios, rows: Sequence[Row], kinds: Sequence[Sequence[int]], part: float) -> Iterator[Ratios]:

@@ -91,10 +91,17 @@ def _each(way: Callable[[int, Sequence[float]], tuple[int, ...]], ratios: Mappin
     return found
 
 
+def cheapest(trials: Sequence[Lengths], costs: Sequence[float], below: float, fits: Callable[[Lengths], bool]) -> int | None:
+    """Which of the trials that cost less than that is the cheapest that fits; what is dearer is not asked whether it fits."""
+    cheaper = sorted((seconds, k) for k, seconds in enumerate(costs) if seconds < below)
+    return next((k for _, k in cheaper if fits(trials[k])), None)
+
+
 def improve(
-    lengths: Mapping[Cut, tuple[int, ...]], kinds: Sequence[Sequence[int]], cost: Callable[[Lengths], float], movable: Iterable[Cut]
-) -> Lengths:
-    """Moves single units of small cuts from one kind to another while that lowers `cost` (inf: does not fit).
+    lengths: Mapping[Cut, tuple[int, ...]], kinds: Sequence[Sequence[int]], cost: Callable[[Lengths], float], movable: Iterable[Cut],
+    fits: Callable[[Lengths], bool] = lambda _: True, least: float = 1e-9,
+) -> Lengths:  # fmt: skip
+    """Moves single units of small cuts from one kind to another while that lowers `cost` (inf: does not fit) by this part of it at least, and fits.
 
     Within a kind only the largest length counts, so a unit leaves a device with the most and goes to one with the fewest."""
     best = dict(lengths)
@@ -103,10 +110,10 @@ def improve(
     for _ in range(MAX_MOVES):
         trials = [trial for cut in small for trial in neighbours(best, cut, kinds)]
         costs = [cost(t) for t in trials]
-        if not costs or min(costs) >= value * (1 - 1e-9):
+        found = cheapest(trials, costs, value * (1 - least), fits)
+        if found is None:
             break
-        value = min(costs)
-        best = trials[costs.index(value)]
+        best, value = trials[found], costs[found]
     return best
 
 

@@ -57,19 +57,25 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is planned again. alone: a plan of one stage; of a pipeline: the plan and the number of that stage, how many micro-batches it runs per
-    iteration and how many of them it keeps at once."""
+    """What is planned again. alone: a plan of one stage; of: the pipeline of which it is the stage with that number."""
 
     alone: Plan
     of: Plan | None = None
     number: int = 0
-    repeats: int = 1
-    in_flight: int = 1
 
     @classmethod
     def stage(cls, staged: Staged, number: int) -> Part:
-        schedule = staged.plan.schedules[staged.plan.first]
-        return cls(stage_plan(staged, number), staged.plan, number, len(schedule.micro_batches), in_flight(schedule)[number])
+        return cls(stage_plan(staged, number), staged.plan, number)
+
+    @property
+    def repeats(self) -> int:
+        """Micro-batches per iteration."""
+        return len(self.of.schedules[self.of.first].micro_batches) if self.of is not None else 1
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that are kept at once."""
+        return in_flight(self.of.schedules[self.of.first])[self.number] if self.of is not None else 1
 
     @property
     def now(self) -> float:
