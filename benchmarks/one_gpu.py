@@ -67,11 +67,24 @@ class Measured:
 
 
 def this_gpu() -> str:
-    """The catalogue's name of this GPU: the one whose model is in the device's name and whose memory is nearest."""
+    """The catalogue's name of this GPU: of those whose model is a word of the device's name the one whose memory is nearest, then whose board (PCIE,
+    SXM) it names; one that names none is not the PCIe one. Ends the program where there is none."""
     found = torch.cuda.get_device_properties(0)
-    models = {name: name.split("-")[0].lower() for name in CATALOGUE}
-    known = [name for name, model in models.items() if model in found.name.lower().replace(" ", "")]
-    return min(known, key=lambda name: abs(CATALOGUE[name].memory - found.total_memory))
+    named = found.name.upper().replace("-", " ")
+    known = [name for name in CATALOGUE if f" {_model(name)} " in f" {named} "]
+    if not known:
+        raise SystemExit(f"benchmarks.one_gpu: {found.name} is not in the catalogue (`hapx devices` lists it); add it to hapx/cluster/catalogue.py")
+
+    def far(name: str) -> tuple[int, bool]:
+        return abs(CATALOGUE[name].memory - found.total_memory) // GIB, ("PCIE" in name) != ("PCIE" in named)
+
+    return min(known, key=far)
+
+
+def _model(name: str) -> str:
+    """What device names call it: "H100" of H100-SXM5-80GB, "RTX 3060" of RTX-3060."""
+    first, *rest = name.upper().split("-")
+    return " ".join([first, *(part for part in rest if first == "RTX" and not part.endswith("GB"))])
 
 
 def cluster_of(kind: str) -> ClusterSpec:

@@ -4,7 +4,8 @@ In: a module-level function and arguments that can be pickled. Out: its result o
 the default process group is initialised; `torch.distributed.get_rank()` says who it is.
 Invariant: no call hangs. A rank that raises, dies or is too slow ends the job with `RankError`, which names the ranks and shows
 their tracebacks; the pool is then started afresh for the next job, because its collectives may be out of step. Ranks end when
-the process that started them ends, however it ends.
+the process that started them ends, however it ends. On a GPU they run one job each: NCCL does not give back what groups of earlier jobs need, and
+many ranks share the GPU's memory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from functools import cache
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
+
+from support.devices import ON_GPU
 
 GRACE = 5.0  # seconds the other ranks get to finish after one has failed
 TIMEOUT = 60.0
@@ -132,8 +135,9 @@ class Pool:
             with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by `_collect`
                 rank.connection.send_bytes(job)
         results, failures = self._collect(time.monotonic() + timeout)
-        if failures:
+        if failures or ON_GPU:
             self.stop()
+        if failures:
             raise RankError(failures)
         return [results[r] for r in range(self.world_size)]
 
