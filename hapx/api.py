@@ -25,7 +25,7 @@ from hapx.collectives.communicator import Communicator, ProcessGroupCommunicator
 from hapx.collectives.messages import create_messenger
 from hapx.errors import HapError, LaunchError, PlanError
 from hapx.graph.capture import capture
-from hapx.graph.capture_conditions import Conditions, Seen, conditions, renew
+from hapx.graph.capture_conditions import Conditions, Seen, Watch, renew
 from hapx.graph.capture_inputs import Inputs, bind_inputs, caller_autocast
 from hapx.graph.capture_refusals import refuse_lazy
 from hapx.graph.captures import first_rows
@@ -83,7 +83,7 @@ class HAP(nn.Module):
         self._given: Any = plan
         self._executor: Executor | Pipeline | None = None
         self._loss_scale: Callable[[], float] = lambda: 1.0  # of a gradient scaler: a pipeline's backward passes begin with it
-        self._seen = Seen()
+        self._seen, self._watch = Seen(), Watch(module)
         self.training = module.training
         object.__setattr__(self, "_twin", self._world.together(lambda: _meta_twin(module), "copying the module"))
         _same_model(self._world, module)
@@ -178,7 +178,7 @@ class HAP(nn.Module):
     def _conditions(self, call: Inputs | None, example: Any = None) -> Conditions:
         """What a program of a call takes for constant. example: instead of a call, as in `plan`."""
         with_loss_fn = self._loss_fn is not None
-        return conditions(self.module, call if call is not None else bind_inputs(self.module, example, with_loss_fn), with_loss_fn)
+        return self._watch.conditions(call if call is not None else bind_inputs(self.module, example, with_loss_fn), with_loss_fn)
 
     def _example(self, call: Inputs) -> Any:
         """A call as example inputs."""

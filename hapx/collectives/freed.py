@@ -1,16 +1,17 @@
-"""Gathered parameters that are freed after their use in forward and gathered again in backward.
+"""Parameters that backward makes again: gathered ones, which are freed after their use in forward, and copies in another dtype.
 
-In: a forward pass run inside of `freeing()`, in which conversions with `free` register what they gathered. Out: a graph that keeps
-tokens instead of the gathered tensors (and of views of them, which operators save just as often). Invariants: gradients are those of
-the graph that keeps everything; all ranks gather again in the same order, because autograd visits equal programs in equal order; in
-one backward pass a tensor is gathered once, and dropped when every token of it has been redeemed.
+In: a forward pass run inside of `freeing()`, in which conversions with `free` register what they gathered; calls with `reading`, which casts their
+operands. Out: a graph that keeps tokens instead of the gathered tensors and the copies (and of views of them, which operators save just
+as often). Invariants: gradients are those of the graph that keeps everything; all ranks gather again in the same order, because autograd
+visits equal programs in equal order; in one backward pass a tensor is gathered once, and dropped when every token of it has been redeemed.
+Hooks for what autograd keeps cost time: inside of `freeing()` all operators have them, outside of it those that read a copy.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,12 +71,24 @@ class Kept(NamedTuple):
         return self.saved
 
 
+class _Copy(NamedTuple):
+    """Stands for a saved tensor that is (a view of) a copy of a parameter in another dtype. source: the parameter, as it is kept."""
+
+    source: Kept | _Token
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        return self.source.tensor().to(self.dtype).as_strided(self.size, self.stride)
+
+
 class freeing:
     """Context manager for a forward pass: `free` conversions inside of it do not keep what they gathered. Outside of it they do."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, FreedParameter] = {}
-        self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept.tensor())
+        self._hooks = saved_tensors_hooks(self.pack, _again)
         self._before: freeing | None = None
 
     def __enter__(self) -> freeing:
@@ -92,7 +105,7 @@ class freeing:
     def register(self, gathered: Tensor, regather: Callable[[Tensor], Tensor], source: Tensor) -> None:
         """From now on, saved tensors that share memory with `gathered` become tokens; `regather(source)` makes it again. A source
         that is itself a freed parameter is not kept either."""
-        kept = self._pack(source.detach())
+        kept = self.pack(source.detach())
 
         def again() -> Tensor:
             return regather(kept.tensor())
@@ -101,13 +114,22 @@ class freeing:
         if storage.nbytes():
             self._parameters[storage.data_ptr()] = FreedParameter(gathered, again)
 
-    def _pack(self, t: Tensor) -> _Token | Kept:
+    def pack(self, t: Tensor) -> _Token | Kept:
+        """What autograd keeps of a tensor that an operator saves."""
         storage = t.untyped_storage()
         parameter = self._parameters.get(storage.data_ptr())
         # the address may have been reused since: only the very same storage counts
         if parameter is None or parameter.storage() is not storage or parameter.dtype != t.dtype:
-            return Kept(t, t._version)
+            return _kept(t)
         return _Token(parameter, t)
+
+
+def _kept(t: Tensor) -> Kept:
+    return Kept(t, t._version)
+
+
+def _again(kept: Kept | _Token | _Copy) -> Tensor:
+    return kept.tensor()
 
 
 def free_after_forward(gathered: Tensor, regather: Callable[[Tensor], Tensor], source: Tensor) -> None:
@@ -117,9 +139,27 @@ def free_after_forward(gathered: Tensor, regather: Callable[[Tensor], Tensor], s
         registry.register(gathered, regather, source)
 
 
-def cast_again(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter in another dtype. The copy is not kept for backward, but made again there (inside of `freeing`)."""
-    y = t.to(dtype)
-    if y.requires_grad:
-        free_after_forward(y, lambda whole: whole.to(dtype), t)
-    return y
+def reading(function: Callable[..., Any], operands: Sequence[Tensor], dtypes: Mapping[int, torch.dtype]) -> Any:
+    """`function` of the operands, of which those with these numbers, parameters, are read in these dtypes. Their copies are not kept for backward,
+    but made again there, each time that they are asked for."""
+    read, copies = list(operands), {}
+    for i, dtype in dtypes.items():
+        read[i] = copy = operands[i].to(dtype)
+        if copy.requires_grad and copy.numel():
+            copies[copy.data_ptr()] = operands[i], dtype
+    if not copies:
+        return function(*read)
+    registry: freeing | None = getattr(_ACTIVE, "registry", None)
+    keep = _kept if registry is None else registry.pack
+
+    def pack(t: Tensor) -> Kept | _Token | _Copy:
+        source, dtype = copies.get(t.data_ptr(), (None, None))
+        if source is None or dtype is None or t.dtype != dtype:
+            return keep(t)
+        return _Copy(keep(source.detach()), dtype, t.size(), t.stride())
+
+    try:
+        with saved_tensors_hooks(pack, _again):
+            return function(*read)
+    finally:
+        copies.clear()  # autograd keeps `pack`

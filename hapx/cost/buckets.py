@@ -1,7 +1,8 @@
 """The memory of buckets of gradients (`hapx.buckets`), for every kind of devices at once.
 
-In: the parameters that enter the gradient synchroniser, in order of first use. Out: bytes that are allocated when a gradient arrives. Invariant: a
-bucket is allocated whole when its first gradient is there, and stays: the summed gradients are views of it.
+In: the parameters that enter the gradient synchroniser, in order of first use. Out: bytes that are there for a moment when a gradient arrives.
+Invariant: gradients stay until all of their bucket are there; then the bucket is allocated, they are copied into it, and it stays in their place: the
+summed gradients are views of it.
 """
 
 from __future__ import annotations
@@ -34,25 +35,27 @@ class Buckets:
     def __init__(self, uses: Sequence[Use], part: Callable[[Placement, float], Vector]):
         self._bucket: dict[Key, list[int]] = {u.key: [] for u in uses}
         self._sizes: list[list[float]] = []
+        self._awaited: list[list[int]] = []
         local = {u.key: part(u.placement, float(u.ref.bytes)) for u in uses}
         for k in range(len(next(iter(local.values()))) if local else 0):
             self._lay_out(uses, {key: float(v[k]) for key, v in local.items()})
-        self._made: set[tuple[int, int]] = set()
 
     def _lay_out(self, uses: Sequence[Use], local: dict[Key, float]) -> None:
         """The buckets of one kind."""
         backward = uses[::-1]
         numbers = in_buckets(((use.key[1], use.ref.dtype), local[use.key]) for use in backward)
-        sizes = [0.0] * (1 + max(numbers))
+        sizes, members = [0.0] * (1 + max(numbers)), [0] * (1 + max(numbers))
         for use, number in zip(backward, numbers, strict=True):
             sizes[number] += local[use.key]
+            members[number] += 1
             self._bucket[use.key].append(number)
         self._sizes.append(sizes)
+        self._awaited.append(members)
 
     def fill(self, key: Key) -> Vector:
-        """Bytes per kind that the arrival of a gradient allocates."""
+        """Bytes per kind of the bucket that the arrival of a gradient makes complete, beside the gradients."""
         made = []
-        for k, index in enumerate(self._bucket[key]):
-            made.append(0.0 if (k, index) in self._made else self._sizes[k][index])
-            self._made.add((k, index))
+        for index, sizes, awaited in zip(self._bucket[key], self._sizes, self._awaited, strict=True):
+            awaited[index] -= 1
+            made.append(0.0 if awaited[index] else sizes[index])
         return np.array(made)

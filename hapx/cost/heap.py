@@ -93,15 +93,15 @@ class Heap:
         self._at.append(len(self._changes) - 1)
         self._extra.append(self._none if extra is None else extra)
 
+    def note_unknown(self, moment: Any, what: Any) -> None:
+        """A moment to look at, with as much there only then as `levels` will be told."""
+        self._unknown[len(self.moments)] = what
+        self.note(moment)
+
     def add(self, size: Vector) -> None:
         """Memory that stays."""
         self._changes.append(size)
         self._signs.append(1.0)
-
-    def add_unknown(self, what: Any) -> None:
-        """Memory that stays, as large as `levels` will be told."""
-        self._unknown[len(self._changes)] = what
-        self.add(self._none)
 
     def new(self, size: Vector) -> Storage:
         self.add(size)
@@ -117,19 +117,19 @@ class Heap:
             self._signs.append(-1.0)
 
     def levels(self, repeats: Sequence[Repeat] = (), size: Callable[[Any, int], Vector] | None = None) -> Levels:
-        """All that happened. repeats: one behind the other; size: of what was added unknown, in a round, asked for in the order in which it came."""
+        """All that happened. repeats: one behind the other; size: what else is there in an unknown moment of a round, asked for in their order."""
         pieces = list(self._pieces(repeats))
         changes, notes = (np.concatenate([np.arange(start[i], stop[i]) for (start, stop), _, _ in pieces]) for i in range(2))
         counts = [stop.notes - start.notes for (start, stop), _, _ in pieces]
-        made = self._signed(0, len(self._changes))[changes]
-        unknown = sorted(self._unknown)
-        for (start, stop), number, later in pieces:
-            for k in unknown[bisect_left(unknown, start.changes) : bisect_left(unknown, stop.changes)]:
+        after = np.cumsum(self._signed(0, len(self._changes))[changes], axis=0)
+        extra, unknown, before = self._extras(0, len(self._extra))[notes], sorted(self._unknown), 0
+        for (start, stop), number, _ in pieces:
+            for k in unknown[bisect_left(unknown, start.notes) : bisect_left(unknown, stop.notes)]:
                 assert size is not None
-                made[k + later] = size(self._unknown[k], number)
-        after = np.cumsum(made, axis=0)
+                extra[before + k - start.notes] = size(self._unknown[k], number)
+            before += stop.notes - start.notes
         at = np.array(self._at, dtype=int)[notes] + np.repeat([later for _, _, later in pieces], counts)
-        return Levels(after, after[at] + self._extras(0, len(self._extra))[notes], notes, np.repeat([number for _, number, _ in pieces], counts))
+        return Levels(after, after[at] + extra, notes, np.repeat([number for _, number, _ in pieces], counts))
 
     def _pieces(self, repeats: Sequence[Repeat]) -> Iterator[_Piece]:
         done, later = Place(0, 0), 0
@@ -151,10 +151,10 @@ class Heap:
     def alike(self, one: Stretch, other: Stretch) -> bool:
         """Whether the same happened."""
         (a, b), (c, d) = one, other
-        added = [[k - start for k in self._unknown if start <= k < stop] for start, stop in ((a.changes, b.changes), (c.changes, d.changes))]
+        asked = [[k - start for k in self._unknown if start <= k < stop] for start, stop in ((a.notes, b.notes), (c.notes, d.notes))]
         noted = [[at - start.changes for at in self._at[start.notes : stop.notes]] for start, stop in (one, other)]
         return bool(
-            added[0] == added[1] and noted[0] == noted[1]
+            asked[0] == asked[1] and noted[0] == noted[1]
             and np.array_equal(self._signed(a.changes, b.changes), self._signed(c.changes, d.changes))
             and np.array_equal(self._extras(a.notes, b.notes), self._extras(c.notes, d.notes))
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 In: a program, its graph, a cost model at its exact lengths, how parameters are stored. Out: a `Peak`. The program is walked as the runtime runs it:
 instructions forward, each tensor freed after its last use unless autograd keeps it; then in reverse order backward, where cotangents are made,
-summed and freed, what was kept is released, gradients enter their buckets; then the optimizer's update. The peak is
+summed and freed, what was kept is released, gradients are copied into their buckets; then the optimizer's update. The peak is
 
     parameters + optimizer state + buffers + inputs + max over moments of (alive + temporaries of the moment)
 
@@ -162,7 +162,7 @@ class _Walk:
         return [Repeat(own, rounds) for own, _, rounds in pairs] if all(self.heap.alike(own, like) for own, like, _ in pairs) else None
 
     def _arrivals(self) -> Callable[[Key, int], Vector]:
-        """What the arrival of a gradient adds, in a round. Buckets are of all parameters, those of rounds that are left out among them."""
+        """What is there beside a gradient that arrives, in a round. Buckets are of all parameters, those of rounds that are left out among them."""
         left_out = self.short.left_out
         start, stop = self.spans[1] if left_out else (0, 0)
         rounds = {key: [(p, key[1]) for p in self.short.chain(key[0], left_out)] for key, k in self.enters.items() if start <= k < stop}
@@ -339,9 +339,9 @@ class _Walk:
         if current is not None:
             self._accumulate(source, current, key)
         if key is not None and self.enters[key] == k and (whole := self.cotangents.pop(key, None)) is not None:
-            self.heap.add_unknown(key)
-            self.heap.note(("gradient of {} into its bucket", source))
             self.heap.release(whole)
+            self.heap.add(self.local[source])
+            self.heap.note_unknown(("gradient of {} into its bucket", source), key)
 
     # ---- regions that are computed again -------------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
 """What a captured program took for constant: dtypes and arguments of the call that are no tensors, flags and plain attributes of the modules.
 
-In: a module and a call. Out: `conditions`, by name; `Seen` knows under which of them each program is known to be the model's. Programs are told apart
-by mode, shapes and autocast only (`hapx.plan.ProgramKey`): a call under other conditions is captured again and compared before it is run, so that it
-never runs a program that computes something else.
+In: a module and a call. Out: `conditions`, by name (`Watch`: at every call, quickly); `Seen` knows under which of them each program is known to be
+the model's. Programs are told apart by mode, shapes and autocast only (`hapx.plan.ProgramKey`): a call under other conditions is captured again and
+compared before it is run, so that it never runs a program that computes something else.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
@@ -35,24 +36,84 @@ ENOUGH = 3  # times that an attribute changed and the program did not: it is not
 
 def conditions(module: nn.Module, call: Inputs, with_loss_fn: bool = False) -> Conditions:
     """By what error messages call them. with_loss_fn: as in `bind_inputs`."""
+    return _of_call(module, call, with_loss_fn) | _of_module(module)
+
+
+class Watch:
+    """`conditions` of one module at every call: as long as nothing that they are read from is another object, the same answer again."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self._modules: list[_Untouched] = []
+        self._of_module: Conditions = {}
+        self._of_call: Conditions = {}
+        self._found: Conditions = {}
+
+    def conditions(self, call: Inputs, with_loss_fn: bool = False) -> Conditions:
+        of_call = _of_call(self.module, call, with_loss_fn)
+        untouched = bool(self._modules) and all(m.holds() for m in self._modules)
+        if not untouched:
+            self._of_module, self._modules = _of_module(self.module), [_Untouched(m) for m in self.module.modules()]
+        if not untouched or of_call != self._of_call:
+            self._of_call, self._found = of_call, of_call | self._of_module
+        return self._found
+
+
+def _of_call(module: nn.Module, call: Inputs, with_loss_fn: bool) -> Conditions:
     found: Conditions = {f"the dtype of input {name!r}": t.dtype for name, t in zip(call.names, call.tensors, strict=True)}
     positional, keyword, *targets = call.args if with_loss_fn else (call.args, call.kwargs)
     named = dict(zip(inspect.signature(module.forward).parameters, positional, strict=False)) if positional else {}
     given = {**named, **keyword, **{f"target {i}": t for i, t in enumerate(targets)}}
-    found |= {f"argument {name}": value for name, value in _leaves(given)}
+    return found | {f"argument {name}": value for name, value in _leaves(given)}
+
+
+def _of_module(module: nn.Module) -> Conditions:
+    found: Conditions = {}
     for name, m in module.named_modules():
         own = vars(m)
         found[f"module {name!r}"] = _kind(m)
         prefix = f"{name}." if name else ""
         for key, value in own.items():
-            if type(value) in _CONTAINERS:  # most of them; this runs at every call
+            if type(value) in _CONTAINERS:  # most of them
                 continue
             if isinstance(value, PLAIN):
                 found[prefix + key] = value
             elif isinstance(value, Tensor):
-                found[prefix + key] = id(value), 0 if value.is_inference() else value._version
-    found |= {f"{name}.requires_grad": p.requires_grad for name, p in module.named_parameters()}
-    return found
+                found[prefix + key] = _state(value)
+    return found | {f"{name}.requires_grad": p.requires_grad for name, p in module.named_parameters()}
+
+
+def _state(t: Tensor) -> tuple[int, int]:
+    """Which tensor it is, and how often it was written."""
+    return id(t), 0 if t.is_inference() else t._version
+
+
+class _Untouched:
+    """What `_of_module` has read of one module. Tensors are not kept alive. (This runs at every call, for every module.)"""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.type, own = module, type(module), vars(module)
+        self.number = len(own)
+        others = [name for name, value in own.items() if not isinstance(value, Tensor)]  # never less than what nn.Module itself has
+        self.read, self.values = operator.itemgetter(*others), tuple(own[name] for name in others)
+        self.tensors = [(name, _state(value)) for name, value in own.items() if isinstance(value, Tensor)]
+        self.hooks = [own[name] for name in HOOKS]
+        self.inside = tuple(map(len, self.hooks)), tuple(module._modules.items()), _parameters(module)
+
+    def holds(self) -> bool:
+        module, own = self.module, vars(self.module)
+        try:
+            if len(own) != self.number or not all(map(operator.is_, self.read(own), self.values)) or type(module) is not self.type:
+                return False
+            if any(not isinstance(own[name], Tensor) or _state(own[name]) != state for name, state in self.tensors):
+                return False
+        except KeyError:
+            return False
+        return (tuple(map(len, self.hooks)), tuple(module._modules.items()), _parameters(module)) == self.inside
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, int, bool]]:
+    return [(name, id(p), p is not None and p.requires_grad) for name, p in module._parameters.items()]
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:

@@ -26,13 +26,12 @@ from torch import Tensor, fx, nn
 
 from hapx.collectives.composites import COMPOSITES
 from hapx.collectives.conversion import Conversion
-from hapx.collectives.freed import cast_again
 from hapx.collectives.rng import Rng
 from hapx.errors import PlanError
 from hapx.ir import CONVOLUTIONS, Graph, Kind, OpCall, TensorRef
 from hapx.layout import Block
 from hapx.plan import Communication, Instruction, Plan, ProgramKey, Triple
-from hapx.runtime.calls import Arguments, Composite, fill_all, find_operator, returns_several
+from hapx.runtime.calls import Arguments, Composite, Reading, fill_all, find_operator, on_operands, returns_several
 from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example, kept_operands
 from hapx.runtime.gradients import BUCKET_BYTES, Key, Layout, Pass, Use, bucket_layout
 from hapx.runtime.local import Communicators, Position
@@ -65,7 +64,7 @@ class Synchronise(nn.Module):
 
     def forward(self, parameter: Tensor) -> Tensor:
         current = self.under_way.current
-        return parameter if current is None else current.enter(self.key, parameter)
+        return parameter if current is None else current.enter(self.key)
 
     __call__ = forward  # there are many of them, and nobody hooks them
 
@@ -284,23 +283,27 @@ class _Builder:
     def _call(self, triple: Triple, call: OpCall) -> None:
         assert triple.node is not None
         made = self.graph.nodes[triple.node]
-        outputs, operands = made.outputs, [self._operand(p, dict(made.casts)) for p in triple.pre]
-        label = identifier(call.op.split(".", 1)[1])
+        outputs, operands = made.outputs, [self._read(p) for p in triple.pre]
+        label, casts = identifier(call.op.split(".", 1)[1]), dict(made.casts)
+        dtypes = {i: getattr(torch, casts[p.tensor]) for i, p in enumerate(triple.pre) if p.tensor in casts}
+        module: nn.Module | None
         if call.target in COMPOSITES:
             arguments = tuple((name, self.arguments.bound(name, value)) for name, value in call.args)
-            module = Composite(call.target, COMPOSITES[call.target], arguments)
-            node, listed = self._submodule(label, module, *operands), len(outputs) > 1
+            module, listed = Composite(call.target, COMPOSITES[call.target], arguments), len(outputs) > 1
         else:
             function = find_operator(call.target)
             listed = returns_several(function)
             args, kwargs = self.arguments.of(function, call)
-            stand_in = self._stand_in(triple, call, function, args, kwargs, listed)
-            if stand_in is None:
-                args, kwargs = fill_all(args, kwargs, operands)
-                name = label if listed else identifier(outputs[0].name)
-                node = self.scope.graph.create_node("call_function", function, args, kwargs, name=name)
+            module = self._stand_in(triple, call, function, args, kwargs, listed)
+            if module is not None:
+                label = f"empty_{label}"
+            elif dtypes:
+                module, dtypes = Reading(call.target, on_operands(function, args, kwargs), dtypes), {}
             else:
-                node = self._submodule(f"empty_{label}", stand_in, *operands)
+                args, kwargs = fill_all(args, kwargs, operands)
+                node = self.scope.graph.create_node("call_function", function, args, kwargs, name=label if listed else identifier(outputs[0].name))
+        if module is not None:
+            node = self._submodule(label, Reading(call.target, module, dtypes) if dtypes else module, *operands)
         self._bind(node, triple, outputs, listed)
 
     def _bind(self, node: fx.Node, triple: Triple, outputs: tuple[TensorRef, ...], listed: bool) -> None:
@@ -308,15 +311,6 @@ class _Builder:
         for i, (ref, p) in enumerate(zip(outputs, triple.post, strict=True)):
             value = self.scope.graph.create_node("call_function", operator.getitem, (node, i), name=identifier(ref.name)) if listed else node
             self.scope.made.setdefault(p, value)
-
-    def _operand(self, p: Property, casts: Mapping[str, str]) -> fx.Node:
-        """An operand as the call reads it."""
-        node = self._read(p)
-        if p.tensor not in casts:
-            return node
-        self.frees = True
-        name = f"{identifier(p.tensor)}_{casts[p.tensor]}"
-        return self.scope.graph.create_node("call_function", cast_again, (node, getattr(torch, casts[p.tensor])), name=name)
 
     def _stand_in(
         self, triple: Triple, call: OpCall, function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], listed: bool
@@ -346,13 +340,8 @@ class _Builder:
         """Which operands (as the call reads them) a node keeps for backward on devices where it has elements. local: their shapes here."""
         node = self.graph.nodes[index]
         function = find_operator(node.call.target)
-        args, kwargs = self.arguments.of(function, node.call)
+        call = on_operands(function, *self.arguments.of(function, node.call))
         refs = [self.graph.refs[n] for n in node.call.refs()]
-
-        def call(*operands: Tensor) -> Any:
-            filled, named = fill_all(args, kwargs, operands)
-            return function(*filled, **named)
-
         real = self._by_cudnn(node.call)
         shapes = [tuple(max(n, 1) for n in shape) for shape in local] if real else [r.shape for r in refs]
         operands = [(s, getattr(torch, node.reads(r)), r.requires_grad) for s, r in zip(shapes, refs, strict=True)]

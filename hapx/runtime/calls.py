@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hapx.collectives.freed import reading
 from hapx.collectives.rng import Rng
 from hapx.errors import PlanError
 from hapx.ir import OpCall, Ref, TorchConst, Value
@@ -36,6 +37,20 @@ class Composite(nn.Module):
         return f"{self.target}({', '.join(f'{k}={v}' for k, v in self.arguments if not isinstance(v, Tensor | Ref))})"
 
 
+class Reading(nn.Module):
+    """A call that reads parameters in other dtypes than their own. dtypes: by the operand's number. call: takes the operands."""
+
+    def __init__(self, target: str, call: Callable[..., Any], dtypes: Mapping[int, torch.dtype]):
+        super().__init__()
+        self.target, self.call, self.dtypes = target, call, dtypes
+
+    def forward(self, *operands: Tensor) -> Any:
+        return reading(self.call, operands, self.dtypes)
+
+    def extra_repr(self) -> str:
+        return f"{self.target}, operands read as {', '.join(f'{i}: {dtype}' for i, dtype in self.dtypes.items())}"
+
+
 def _fill(value: Any, operands: Any) -> Any:
     """`value` with every Ref replaced by the next operand."""
     if isinstance(value, Ref):
@@ -49,6 +64,18 @@ def fill_all(args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: Sequenc
     filled = _fill(args, remaining), {k: _fill(v, remaining) for k, v in kwargs.items()}
     assert next(remaining, None) is None, "operands are left over"
     return filled
+
+
+def on_operands(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """The call with these arguments, as a function of its operands."""
+    if not kwargs and all(isinstance(a, Ref) for a in args):
+        return function
+
+    def call(*operands: Any) -> Any:
+        filled, named = fill_all(args, kwargs, operands)
+        return function(*filled, **named)
+
+    return call
 
 
 @dataclass(frozen=True)

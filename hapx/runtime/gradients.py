@@ -2,9 +2,9 @@
 
 In: a parameter stored Invariant along some axes and used Replicated along them. Its cotangent is Partial there (dual of
 Replicated), so the true gradient is the sum over those axes: the transpose of the conversion Invariant -> Replicated. Instead of
-one all_reduce in the place of each conversion, the parameter goes through `Pass.enter` once per forward pass; backward leaves the
-local partial gradient in a bucket, full buckets are summed asynchronously, and at the end of backward the sums are added to
-`.grad` of the parameters.
+one all_reduce in the place of each conversion, the parameter goes through `Pass.enter` once per forward pass; when backward has
+the local partial gradients of a whole bucket, they are copied into it, it is summed asynchronously, and at the end of backward the
+sums are added to `.grad` of the parameters.
 
 Invariants: the layout of the buckets is static (reverse order of first use) and they are launched in the order of that layout,
 so all ranks start the same collectives in the same order, whatever order autograd visits the parameters in. Every forward pass
@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from hapx.buckets import BUCKET_BYTES, in_buckets
 from hapx.runtime.local import Communicators
@@ -114,11 +116,17 @@ class GradientSynchroniser:
         """Forget what was kept aside."""
         self.held.clear()
 
-    def hold(self, key: Key, gradient: Tensor) -> None:
-        self.held[key] = self.held[key] + gradient if key in self.held else gradient.detach().clone()
-        parameter = self.parameters[key[0]]
-        if parameter.grad is None:  # so that `zero_grad` of an optimizer can be noticed: see `drop_zeroed`
-            parameter.grad = torch.zeros_like(parameter)
+    def hold(self, gradients: Mapping[Key, Tensor]) -> None:
+        """Keeps gradients aside, those that are there already added up."""
+        before = self.held.keys() & gradients.keys()
+        if before:
+            torch._foreach_add_([self.held[key] for key in before], [gradients[key] for key in before])
+        for key, gradient in gradients.items():
+            if key not in before:
+                self.held[key] = gradient.clone()
+            parameter = self.parameters[key[0]]
+            if parameter.grad is None:  # so that `zero_grad` of an optimizer can be noticed: see `drop_zeroed`
+                parameter.grad = torch.zeros_like(parameter)
 
     def drop_zeroed(self) -> None:
         """Gradients that were set to None since are not wanted any more, neither are the parts kept aside."""
@@ -142,6 +150,7 @@ class Pass:
 
     def __init__(self, synchroniser: GradientSynchroniser, layout: Layout, aside: bool):
         self.synchroniser, self.layout, self.aside = synchroniser, layout, aside
+        self.entered: dict[Key, Tensor] = {}  # by buckets, until the program reads them
         synchroniser.drop_zeroed()
         self._reset()
 
@@ -150,50 +159,52 @@ class Pass:
         self.present: set[Key] = set()
         self.flat: dict[int, Tensor] = {}
         self.places: dict[int, dict[Key, Tensor]] = {}  # the parts of a bucket, in the shapes of their parameters
-        self.missing = [len(b.keys) for b in self.layout.buckets]
+        self.arrived: set[int] = set()  # buckets
         self.sums: list[tuple[int, Sum]] = []  # of which bucket
         self.launched = 0
 
-    def enter(self, key: Key, parameter: Tensor) -> Tensor:
+    def enter(self, key: Key) -> Tensor:
         """The parameter as used in this pass; its cotangent is this device's part of the gradient.
 
-        It is a view of a leaf of this pass, which is the parameter's storage. Autograd adds up what the uses bring, and visits nodes in the reverse
-        of the order in which they were made, but leaves as soon as it can: through the view a gradient arrives after everything that its first
-        use does in backward, gathering again included, on every device alike."""
-        if not parameter.requires_grad:
-            return parameter
-        own = parameter.detach().requires_grad_()
-        own.register_post_accumulate_grad_hook(lambda leaf: self._arrived(key, leaf))
-        return own.view_as(own)
+        All parameters of a bucket enter together, through one node of autograd. It is made when the first of them is used, and autograd visits nodes
+        in the reverse of the order in which they were made: so backward comes to it after everything that this first use does there, gathering
+        again included, and before what was made earlier, on every device alike."""
+        if key not in self.entered:
+            number = self.layout.slots[key].bucket
+            keys = self.layout.buckets[number].keys
+            parameters = [self.synchroniser.parameters[name] for name, _ in keys]
+            differentiable = [(k, p) for k, p in zip(keys, parameters, strict=True) if p.requires_grad]
+            self.entered |= zip(keys, parameters, strict=True)
+            if differentiable:
+                wanted, leaves = zip(*differentiable, strict=True)
+                self.entered |= zip(wanted, _Bucket.apply(torch.zeros((), requires_grad=True), self, number, wanted, leaves), strict=True)
+        return self.entered.pop(key)
 
-    def _arrived(self, key: Key, leaf: Tensor) -> None:
-        """Called by autograd: the leaf has its gradient, none where what it is used for here brings none: zeros then, as others may have some."""
-        gradient, leaf.grad = leaf.grad, None
-        if gradient is None:
-            gradient = torch.zeros_like(leaf, requires_grad=False)
-        elif gradient.requires_grad:
-            gradient = gradient.detach()
+    def arrive(self, number: int, keys: Sequence[Key], gradients: Sequence[Tensor | None]) -> None:
+        """Called by autograd: this device's parts of the gradients of a bucket are there; None where nothing that backward began from needs one."""
         if not self.running:
             self.running = True
             self.synchroniser.drop_zeroed()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # runs at the end of this backward
-        if self.aside:
-            self.synchroniser.hold(key, gradient)
-            return
-        self._fill(key, gradient)
-        while self.launched < len(self.missing) and not self.missing[self.launched]:
+        there = {key: gradient for key, gradient in zip(keys, gradients, strict=True) if gradient is not None}
+        with torch.no_grad():
+            if self.aside:
+                self.synchroniser.hold(there)
+                return
+            self._fill(number, there)
+        self.arrived.add(number)
+        while self.launched in self.arrived:
             self._launch()
 
-    def _fill(self, key: Key, gradient: Tensor) -> None:
-        number = self.layout.slots[key].bucket
+    def _fill(self, number: int, gradients: Mapping[Key, Tensor]) -> None:
+        """Puts gradients into their bucket, with those that were kept aside."""
         if number not in self.flat:
             self._open(number)
-        place = self.places[number][key]
-        place.copy_(gradient)
-        if key in self.synchroniser.held:
-            place += self.synchroniser.held.pop(key)
-        self.present.add(key)
-        self.missing[number] -= 1
+        places, held = self.places[number], self.synchroniser.held
+        torch._foreach_copy_([places[key] for key in gradients], list(gradients.values()))
+        for key in held.keys() & gradients.keys():
+            places[key] += held.pop(key)
+        self.present |= gradients.keys()
 
     def _open(self, number: int) -> None:
         """Room for a bucket, zero behind its gradients."""
@@ -204,8 +215,8 @@ class Pass:
         self.flat[number], self.places[number] = flat, self._parts(bucket, flat)
 
     def _parts(self, bucket: Bucket, flat: Tensor) -> dict[Key, Tensor]:
-        parts = flat[: bucket.size].split([slot.stop - slot.start for slot in map(self.layout.slots.__getitem__, bucket.keys)])
-        return {key: part.view(self.synchroniser.parameters[key[0]].shape) for key, part in zip(bucket.keys, parts, strict=True)}
+        parameters = [self.synchroniser.parameters[name] for name, _ in bucket.keys]
+        return dict(zip(bucket.keys, _unflatten_dense_tensors(flat[: bucket.size], parameters), strict=True))
 
     def _launch(self) -> None:
         """Start to sum the next bucket, if anything is in it; the sums before it go one step further."""
@@ -226,13 +237,14 @@ class Pass:
     def _finish(self) -> None:
         """End of backward: what is left is summed too, in the order of the layout, and gradients become visible."""
         if not self.aside:
-            self._finish_sums()
+            with torch.no_grad():
+                self._finish_sums()
         self._reset()
 
     def _finish_sums(self) -> None:
         held = self.synchroniser.held
         for key in [k for k in held if k in self.layout.slots]:
-            self._fill(key, held.pop(key))
+            self._fill(self.layout.slots[key].bucket, {key: held.pop(key)})
         while self.launched < len(self.layout.buckets):
             self._launch()
         strangers = []  # kept aside by another program, unknown to this one
@@ -250,3 +262,21 @@ class Pass:
                     self.synchroniser.add(key[0], parts[key])
         for key, handle in strangers:
             self.synchroniser.add(key[0], handle.wait())
+
+
+class _Bucket(torch.autograd.Function):
+    """The parameters of a bucket as one pass uses them: their values, with one node for the gradients of all. They are no inputs of it, as their own
+    nodes, with the hooks of users, are not for parts of gradients; `anchor` makes autograd record it."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, anchor: Tensor, current: Pass, number: int, keys: Sequence[Key], parameters: Sequence[nn.Parameter]
+    ) -> tuple[Tensor, ...]:
+        ctx.current, ctx.number, ctx.keys = current, number, keys
+        ctx.set_materialize_grads(False)
+        return tuple(p.detach() for p in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.current.arrive(ctx.number, ctx.keys, gradients)
+        return None, None, None, None, None

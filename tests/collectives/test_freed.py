@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hapx.collectives import Conversion, create_groups, freeing, run_threads
-from hapx.collectives.freed import cast_again
+from hapx.collectives.freed import reading
 from hapx.plan import Axis, Communication, Form, Mesh
 from hapx.states import REPLICATED
 from support.local_tensors import indices_of, sharded
@@ -149,6 +149,16 @@ def test_nothing_is_freed_outside():
     assert run_threads(M, work, timeout=20) == [1] * M
 
 
+def linear_noting(storages):
+    """F.linear, which notes the storage of its weight."""
+
+    def linear(x, w, bias=None):
+        storages.append(weakref.ref(w.untyped_storage()))
+        return F.linear(x, w, bias)
+
+    return linear
+
+
 def cast_program(comm, free: bool):
     """A gathered weight that is read in bfloat16: neither the gathered one nor its copy is kept."""
     counting = Counting(comm)
@@ -156,10 +166,9 @@ def cast_program(comm, free: bool):
     x = torch.ones(5, 4, dtype=torch.bfloat16, requires_grad=True)
     with freeing():
         gathered = conversion(counting, free)(own)
-        low = cast_again(gathered, torch.bfloat16)
-        y = F.linear(x, low)
-        storages = [weakref.ref(t.untyped_storage()) for t in (gathered, low)]
-        del gathered, low
+        storages = [weakref.ref(gathered.untyped_storage())]
+        y = reading(linear_noting(storages), (x, gathered), {1: torch.bfloat16})
+        del gathered
     gone = [s() is None for s in storages]
     y.float().square().sum().backward()
     return gone, counting.gathers, x.grad, own.grad
@@ -178,8 +187,26 @@ def test_a_weight_read_in_another_dtype_is_cast_again(free, gone, gathers):
         assert bool(found[3].numel() == 0 or found[3].abs().max() > 0)
 
 
-def test_a_cast_outside_is_kept():
-    w = weight().requires_grad_()
-    y = F.linear(torch.ones(5, 4, dtype=torch.bfloat16), cast_again(w, torch.bfloat16))
+def test_a_copy_is_not_kept_outside_of_freeing():
+    w, bias, x = weight().requires_grad_(), torch.ones(len(weight()), requires_grad=True), torch.ones(5, 4, dtype=torch.bfloat16, requires_grad=True)
+    storages: list = []
+    y = reading(linear_noting(storages), (x, w, bias), {1: torch.bfloat16, 2: torch.bfloat16})
+    assert storages[0]() is None
     y.sum().backward()
-    assert torch.equal(w.grad, torch.full_like(w, 5.0))
+    assert torch.equal(w.grad, torch.full_like(w, 5.0)) and torch.equal(bias.grad, torch.full_like(bias, 5.0))
+    assert torch.equal(x.grad, w.detach().bfloat16().sum(0).expand(5, 4))
+
+
+def test_a_parameter_that_was_changed_in_between_is_noticed():
+    w, x = weight().requires_grad_(), torch.ones(5, 4, dtype=torch.bfloat16, requires_grad=True)
+    y = reading(F.linear, (x, w), {1: torch.bfloat16})
+    with torch.no_grad():
+        w.mul_(2.0)
+    with pytest.raises(RuntimeError, match="changed in place after the forward pass"):
+        y.sum().backward()
+
+
+def test_without_a_gradient_there_is_nothing_to_keep():
+    w, x = weight().requires_grad_(), torch.ones(5, 4, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert torch.equal(reading(F.linear, (x, w), {1: torch.bfloat16}), F.linear(x, w.bfloat16()))

@@ -56,11 +56,11 @@ def test_a_chain_on_one_device_by_hand():
     loss, bucket = 4, w0 + w1
     forward = x + h0 + h0  # x is kept, h0 dies when r0 is there
     second = x + h0 + loss + w1 + h0  # r0 is kept; the weight's gradient and the cotangent of r0, while that of h1 is a view of the loss's
-    filled = x + loss + w1 + h0 + bucket
-    relu = x + h0 + loss + bucket + h0 + h0
-    first = x + loss + bucket + h0 + w0
-    assert found.total[0] - found.stored[0] == max(forward, second, filled, relu, first) == first
-    assert found.moments == ("backward of aten.linear h0",)
+    relu = x + h0 + loss + w1 + h0 + h0
+    first = x + loss + w1 + h0 + w0
+    filled = loss + w1 + w0 + bucket  # gradients are copied when the last one is there
+    assert found.total[0] - found.stored[0] == max(forward, second, relu, first, filled) == filled
+    assert found.moments == ("gradient of w0 into its bucket",)
     assert found.left[0] == bucket + loss
     assert h1 < h0
 
@@ -80,9 +80,9 @@ def test_adamw_needs_more_than_sgd():
     small, large = (peak_of(chain(), optimizer=name) for name in ("sgd", "adamw"))
     parameters = 4 * (128 * 64 + 32 * 128)
     assert large.stored[0] - small.stored[0] == 2 * parameters
-    # all updates at once on an accelerator: a temporary as large as all parameters beside all gradients
+    # all updates at once on an accelerator: a temporary as large as all parameters beside all gradients; so is the one bucket when it is filled
     assert large.total[0] == large.stored[0] + 2 * parameters + 4
-    assert large.moments == ("the optimizer's update",)
+    assert large.moments == ("gradient of w0 into its bucket",)
 
 
 def test_evaluation_keeps_nothing():
@@ -116,7 +116,7 @@ def test_a_heap_frees_a_storage_with_its_last_holder():
     assert (highest.tolist(), worst.tolist()) == ([10.0, 0.0], [-1, -1])
 
 
-def test_a_bucket_comes_with_its_first_gradient():
+def test_a_bucket_comes_with_its_last_gradient():
     whole = Placement((INVARIANT,))
     sizes = [BUCKET_BYTES // 4, BUCKET_BYTES // 8, BUCKET_BYTES // 4 // 2]  # elements: a whole bucket, then two halves
 
@@ -124,8 +124,8 @@ def test_a_bucket_comes_with_its_first_gradient():
         return Use((i, (0,)), whole, TensorRef(f"w{i}", (n,), "float32", Kind.PARAMETER, True))
 
     buckets = Buckets([use(i, n) for i, n in enumerate(sizes)], lambda placement, size: np.array([size, size]))
-    assert buckets.fill((2, (0,))).tolist() == [BUCKET_BYTES] * 2
-    assert buckets.fill((1, (0,))).tolist() == [0.0, 0.0]
+    assert buckets.fill((2, (0,))).tolist() == [0.0, 0.0]
+    assert buckets.fill((1, (0,))).tolist() == [BUCKET_BYTES] * 2
     assert buckets.fill((0, (0,))).tolist() == [BUCKET_BYTES] * 2
 
 

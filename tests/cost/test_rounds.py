@@ -122,16 +122,15 @@ def test_a_heap_does_a_stretch_again() -> None:
     start = heap.place
     heap.new(np.array([1.0]))
     heap.note("second", np.array([0.5]))
-    heap.add_unknown("bucket")
-    heap.note("third")
+    heap.note_unknown("third", "bucket")
     repeats = [Repeat(Stretch(start, heap.place), (2, 0))]
     end = heap.place
     heap.new(np.array([3.0]))
     heap.note("last")
     levels = heap.levels(repeats, size)
-    assert levels.after[:, 0].tolist() == [10.0, 11.0, 211.0, 212.0, 212.0, 215.0]
-    assert levels.noted[:, 0].tolist() == [10.0, 11.5, 211.0, 212.5, 212.0, 215.0]
+    assert levels.after[:, 0].tolist() == [10.0, 11.0, 12.0, 15.0]
+    assert levels.noted[:, 0].tolist() == [10.0, 11.5, 211.0, 12.5, 12.0, 15.0]
     assert [heap.moments[k] for k in levels.notes] == ["first", "second", "third", "second", "third", "last"]
     assert levels.rounds.tolist() == [0, 2, 2, 0, 0, 0]
-    assert moved(end, repeats) == Place(5, 5)
+    assert moved(end, repeats) == Place(3, 5)
     assert moved(start, repeats) == start

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hapx.errors import PlanError
-from hapx.graph.capture_conditions import ENOUGH, Seen, UnreadAttributeWarning, conditions, renew
+from hapx.graph.capture_conditions import ENOUGH, Seen, UnreadAttributeWarning, Watch, conditions, renew
 from hapx.graph.capture_inputs import bind_inputs
 from hapx.plan import ProgramKey
 
@@ -50,7 +50,7 @@ def test_nothing_has_changed() -> None:
     assert Seen().changed(KEY, before) == ()
 
 
-@pytest.mark.parametrize(
+CHANGES = pytest.mark.parametrize(
     ("change", "name"),
     [
         (lambda m: setattr(m, "beta", 0.5), "beta"),
@@ -61,14 +61,46 @@ def test_nothing_has_changed() -> None:
         (lambda m: m.table.fill_(2.0), "table"),
         (lambda m: setattr(m, "drop", nn.Identity()), "module 'drop'"),
         (lambda m: m.linear.register_forward_hook(lambda *_: None), "module 'linear'"),
+        (lambda m: setattr(m, "gamma", 2.0), "gamma"),
+        (lambda m: delattr(m, "beta"), "beta"),
+        (lambda m: (setattr(m, "gamma", m.beta), delattr(m, "beta")), "gamma"),
+        (lambda m: setattr(m, "table", 1.0), "table"),
+        (lambda m: setattr(m.linear, "bias", None), "linear.bias.requires_grad"),
+        (lambda m: m.linear.add_module("more", nn.Identity()), "module 'linear.more'"),
     ],
-    ids=["attribute", "of a submodule", "flag", "frozen", "other tensor", "filled tensor", "other module", "hook"],
-)
+    ids=[
+        "attribute", "of a submodule", "flag", "frozen", "other tensor", "filled tensor", "other module", "hook", "new attribute", "no attribute",
+        "other name", "no tensor", "no parameter", "new module",
+    ],
+)  # fmt: skip
+
+
+@CHANGES
 def test_changes_of_the_model_are_noticed(change: object, name: str) -> None:
     model = Model()
     before = of(model)
     change(model)  # type: ignore[operator]
     assert name in changed(before, of(model))
+
+
+@CHANGES
+def test_a_watch_reads_again_what_has_changed(change: object, name: str) -> None:
+    model = Model()
+    watch, call = Watch(model), bind_inputs(model, (torch.zeros(4, 3),))
+    before = watch.conditions(call)
+    assert before == of(model) and watch.conditions(call) is before
+    change(model)  # type: ignore[operator]
+    now = watch.conditions(call)
+    assert now == of(model) != before and name in changed(before, now)
+    assert watch.conditions(call) is now
+
+
+def test_a_watch_tells_calls_apart() -> None:
+    model = Model()
+    watch = Watch(model)
+    half, more = (watch.conditions(bind_inputs(model, (torch.zeros(4, 3), scale))) for scale in (0.5, 0.7))
+    assert changed(half, more) == ("argument scale",)
+    assert watch.conditions(bind_inputs(model, (torch.zeros(4, 3), 0.7))) is more
 
 
 def test_changes_of_the_call_are_noticed() -> None:
