@@ -73,9 +73,9 @@ class Synthetic:
         return Answer(self._ideal(start, stop, shape), 0.0, self._fit(start, stop, shape, True, 0.0))
 
     def crossing(self, boundary: int, front: Shape, back: Shape, link: Link) -> float:
-        return self.least_crossing(boundary, link)
+        return self.least_crossing(boundary, front, link)
 
-    def least_crossing(self, _boundary: int, link: Link) -> float:
+    def least_crossing(self, _boundary: int, _front: Shape, link: Link) -> float:
         return 2 * (2 * WIDTH * TOKENS * BATCH / self.micro_batches / link.bandwidth + link.latency)
 
 

@@ -190,9 +190,10 @@ class Asker:
         whole = self.wholes.get((shape, self.least[shape])) if shape in self.least else None
         return whole.copies[boundary] if whole is not None else 1.0
 
-    def least_crossing(self, boundary: int, link: Link) -> float:
+    def least_crossing(self, boundary: int, front: Shape, link: Link) -> float:
+        inside = len(front.parts) == 1 and any(link == m.intra for m in self.asked.cluster.machines)
         there, again = self._crossing[boundary]
-        return (there + again) / link.bandwidth / self.asked.cluster.num_devices + link.latency
+        return (there + again) / link.bandwidth / (front.num_devices if inside else len(front.parts)) + link.latency * (2 if again else 1)
 
     # ---- answers ------------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ def eager(each: int) -> Discipline:
     return Discipline("1f1b-warm", each, hides=True)
 
 
-def _nothing(_boundary: int, _link: Link) -> float:
+def _nothing(_boundary: int, _front: Shape, _link: Link) -> float:
     return 0.0
 
 
@@ -87,14 +87,14 @@ class Prices:
     together: once one pair of a shape was asked, the others of the shape are quick: all are asked at once.
     bound(start, stop, shape): an answer at least as good as any, in each number. Quick: called for every pair of classes and shape.
     crossing(boundary, front, back, link): seconds per micro-batch between a stage on `front` and the next on `back`. Quick.
-    least_crossing(boundary, link): at most that, for whatever shapes.
+    least_crossing(boundary, front, link): at most that, whatever the stage behind it runs on.
     prepare(shapes): called before several shapes are asked about, for what may be done at the same time."""
 
     micro_batches: int
     ask: Callable[[int, int, Shape], tuple[Answer, ...]]
     bound: Callable[[int, int, Shape], Answer]
     crossing: Callable[[int, Shape, Shape, Link], float]
-    least_crossing: Callable[[int, Link], float] = _nothing
+    least_crossing: Callable[[int, Shape, Link], float] = _nothing
     together: bool = False
     prepare: Callable[[Sequence[Shape]], None] = lambda _: None
 

@@ -175,8 +175,9 @@ class _Solver:
     def _cheapest(self, run: _Run, arrays: tuple[Floats, Floats], limit: float, keep: int = 1) -> list[tuple[float, Label]]:
         """The cheapest pipeline of a run; with `keep` > 1, of several numbers of stages."""
         for positions, patience in ((POSITIONS, PATIENCE), (len(run.book.alike), math.inf)):
-            searcher = Searcher(Frontier(run.book, run.discipline, *arrays, limit, positions))
-            found = searcher.cheapest(keep > 1, keep, patience, run.seconds)
+            frontier = Frontier(run.book, run.discipline, *arrays, limit, positions)
+            searcher = Searcher(frontier)
+            found = searcher.cheapest(keep > 1, keep, patience if len(frontier.positions) == positions else math.inf, run.seconds)
             self.searches, self.labels = self.searches + 1, self.labels + searcher.labels
             if found is not None:
                 return found

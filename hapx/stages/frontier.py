@@ -4,9 +4,9 @@
                         t(a, k, submesh; in flight at position s + 1) + least crossing + F(s + 1, a, d'; t_max);      F(s, 0, end) = 0
 
 s stages lie behind layer k, on the devices that d has not; so s tells how many micro-batches each stage before keeps in flight (OSDI'22, equation 3,
-from the other end: what is left are devices and layers at the front). Relaxed: what crosses is the least for any shapes, so F needs no shape in its
-state; positions beyond the last that matters (or a limit) count as that one. `top` and `rest` are the least largest period and the least largest
-seconds per iteration, each for itself.
+from the other end: what is left are devices and layers at the front). Relaxed: what crosses to the stage behind is the least for any of its
+shapes, so F needs no shape in its state; positions beyond the last that matters (or a limit) count as that one. `top` and `rest` are the least
+largest period and the least largest seconds per iteration, each for itself.
 
 A pipeline with n micro-batches whose front is not chosen yet, with sum c, largest period m and largest iteration u, ends at no less than
 
@@ -57,9 +57,9 @@ class Frontier:
         return min(behind, len(self.positions) - 1)
 
     def _least_crossing(self) -> Floats:
-        """[link, boundary]; nothing crosses after the last layer."""
-        prices, links = self.book.prices, self.space.kinds_of_link
-        return np.array([[*(prices.least_crossing(b, link) if b else 0.0 for b in range(self.num_layers)), 0.0] for link in links])
+        """[shape in front, link, boundary]; nothing crosses after the last layer."""
+        least, links, inner = self.book.prices.least_crossing, self.space.kinds_of_link, range(1, self.num_layers)
+        return np.array([[[0.0, *(least(b, shape, link) for b in inner), 0.0] for link in links] for shape in self.space.shapes])
 
     def _positions(self, limit: int) -> Ints:
         """Micro-batches in flight per position, up to the last position whose stages may use other options than the one before, at most `limit`."""
@@ -146,7 +146,7 @@ class Frontier:
         return bands
 
     def _period(self, shape: int, link: int) -> Floats:
-        crossing = self.crossing[link]
+        crossing = self.crossing[shape, link]
         period: Floats = np.maximum(self.seconds[shape], ONE_WAY * crossing) if self.discipline.hides else self.seconds[shape] + crossing
         return period
 
@@ -175,7 +175,7 @@ class Frontier:
                 if not self.width[move.shape] or first == last:
                     continue
                 if (move.shape, link) not in costs:
-                    seconds = (self.seconds[move.shape] + self.crossing[link])[:, :, None]
+                    seconds = (self.seconds[move.shape] + self.crossing[move.shape, link])[:, :, None]
                     within = self._period(move.shape, link)[:, :, None] <= self.grid[:, None]
                     costs[move.shape, link] = np.where(within, seconds, np.inf)
                 whole = costs[move.shape, link][..., first:last] + views[move.shape][move.target][..., first:last]

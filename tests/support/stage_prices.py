@@ -85,10 +85,10 @@ class World:
 
     def crossing(self, boundary: int, front: Shape, back: Shape, link: Link) -> float:
         draw = self._draw("crossing", boundary, str(front), str(back))
-        return self.least_crossing(boundary, link) * draw.uniform(1, 4)
+        return self.least_crossing(boundary, front, link) * draw.choice([1.0, draw.uniform(1, 4)])
 
-    def least_crossing(self, boundary: int, link: Link) -> float:
-        draw = self._draw("least", boundary)
+    def least_crossing(self, boundary: int, front: Shape, link: Link) -> float:
+        draw = self._draw("least", boundary, str(front))
         return draw.choice([0.0, 0.1, 0.5]) * (1.0 if link.bandwidth < 1e9 else 0.1) / self.micro_batches
 
     def prices(self) -> Prices:
