@@ -201,7 +201,8 @@ class Pass:
         if number not in self.flat:
             self._open(number)
         places, held = self.places[number], self.synchroniser.held
-        torch._foreach_copy_([places[key] for key in gradients], list(gradients.values()))
+        if gradients:
+            torch._foreach_copy_([places[key] for key in gradients], list(gradients.values()))
         for key in held.keys() & gradients.keys():
             places[key] += held.pop(key)
         self.present |= gradients.keys()

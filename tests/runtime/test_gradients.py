@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hapx.collectives import alone
 from hapx.collectives.communicator import create_groups
 from hapx.plan import Plan
 from hapx.runtime.executor import Executor, share_out
-from hapx.runtime.gradients import Use, bucket_layout
+from hapx.runtime.gradients import GradientSynchroniser, Layout, Use, bucket_layout
 from support.equivalence import run_ranks
 from support.models import MLP
 from support.plans import mlp_batch_split, mlp_tensor_parallel, mlp_two_level
@@ -159,6 +160,68 @@ def test_clipping_uses_the_global_norm(name: str, norm_type: float) -> None:
 @pytest.mark.parametrize("procedure", [several_forwards, without_sync])
 def test_small_buckets_give_the_same(name: str, procedure: Procedure) -> None:
     same_as_one_device(name, procedure, bucket_bytes=100)
+
+
+# ---- one pass by hand ---------------------------------------------------------------------------------------------------------------
+
+
+class Silent(torch.autograd.Function):
+    """Gives its operand no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+def one_bucket(*names: str) -> tuple[GradientSynchroniser, Layout]:
+    parameters = {name: nn.Parameter(torch.full((2,), float(i + 2))) for i, name in enumerate(names)}
+    return GradientSynchroniser(parameters, {(0,): alone()}), bucket_layout([use(name, 2) for name in names], CPU)
+
+
+def gradients(synchroniser: GradientSynchroniser) -> list[list[float] | None]:
+    return [p.grad.tolist() if p.grad is not None else None for p in synchroniser.parameters.values()]
+
+
+def test_what_backward_does_not_reach_has_no_gradient() -> None:
+    synchroniser, layout = one_bucket("a", "b", "c")
+    current = synchroniser.begin(layout)
+    a, b, c = (current.enter((name, (0,))) for name in "abc")
+    loss, other = (a * Silent.apply(c)).sum(), (b * 3).sum()
+    loss.backward()
+    assert gradients(synchroniser) == [[4.0, 4.0], None, None]
+    other.backward()
+    assert gradients(synchroniser) == [[4.0, 4.0], [3.0, 3.0], None]
+
+
+def test_a_bucket_without_any_gradient_is_left_alone() -> None:
+    synchroniser, layout = one_bucket("a")
+    a = synchroniser.begin(layout).enter(("a", (0,)))
+    Silent.apply(a).sum().backward()
+    assert gradients(synchroniser) == [None]
+
+
+def test_a_frozen_parameter_enters_as_it_is() -> None:
+    synchroniser, layout = one_bucket("a", "b")
+    synchroniser.parameters["a"].requires_grad_(False)
+    current = synchroniser.begin(layout)
+    a, b = (current.enter((name, (0,))) for name in "ab")
+    assert a is synchroniser.parameters["a"]
+    (a * b).sum().backward()
+    assert gradients(synchroniser) == [None, [2.0, 2.0]]
+
+
+def test_a_parameter_that_changes_before_backward_is_noticed() -> None:
+    synchroniser, layout = one_bucket("a")
+    a = synchroniser.begin(layout).enter(("a", (0,)))
+    loss = (a * a).sum()
+    with torch.no_grad():
+        synchroniser.parameters["a"].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 # ---- layout ------------------------------------------------------------------------------------------------------------------------
