@@ -56,6 +56,7 @@ LATE = 6  # and, where so many that follow were not alike, of those before them
 SLIGHT = (1e-12, 1e-2)  # part of what follows that where a parameter is must be able to cost, if a context is to say it, on one axis and on several
 DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
 GENERAL = -1  # whatever is available
+FEW_ROWS = 32  # of a value, up to which it is not worth while to turn its rows around
 Rows = dict[int, Array]  # by where a value has its bits before the level, GENERAL: by none of them
 
 
@@ -377,6 +378,8 @@ class Relaxation:
         """(choice, row, weights) -> the least over the choices, which come first as that is fastest."""
         step = self.problem.steps[level]
         if shift not in step.slot_shifts:
+            if weighted.cuts is None and len(after[shift]) > FEW_ROWS:
+                return _least(weighted.base, then, after[shift])
             return np.minimum.reduce(self._total(weighted, np.maximum(then[:, None], after[shift]), offset))  # type: ignore[no-any-return]
         value = self.outline.values[level][shift]
         slot, rest = step.slot_shifts.index(shift), then[:, None]
@@ -385,6 +388,10 @@ class Relaxation:
             needed = needed[:, : len(value.table.placements)]
         if not value.last:
             rest = np.maximum(rest, self._converted(level, slot, value, after[shift]))
+            if weighted.cuts is None:  # in place, as there are many
+                rest += weighted.base[:, None]
+                rest += needed
+                return np.minimum.reduce(rest)  # type: ignore[no-any-return]
         return np.minimum.reduce(needed + self._total(weighted, rest, offset))  # type: ignore[no-any-return]
 
     def _converted(self, level: int, slot: int, value: Value, after: Array) -> Array:
@@ -423,3 +430,11 @@ class Relaxation:
         prices = Prices(moves.values, weights, moves.capacity, moves.prices)
         pairs = weights.kinds if len(weights.pairs) == weights.kinds**2 else 0
         return Priced(sheet, edges(weights.forward, weights.backward), prices, pairs, held, waited)
+
+
+def _least(base: Array, then: Array, after: Array) -> Array:
+    """(row, weights) -> the least over choices of `base` and what follows: at least `then` of the choice and `after` of the row. Dims are turned, as
+    loops over many rows are quicker than over few weights."""
+    rest = np.maximum(then.T[:, :, None], np.ascontiguousarray(after.T)[:, None])
+    rest = np.add(rest, base.T[:, :, None], out=rest if len(then) == len(base) else None)
+    return np.ascontiguousarray(np.minimum.reduce(rest, axis=1).T)
