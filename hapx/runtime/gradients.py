@@ -171,13 +171,15 @@ class Pass:
         again included, and before what was made earlier, on every device alike."""
         if key not in self.entered:
             number = self.layout.slots[key].bucket
-            keys = self.layout.buckets[number].keys
+            bucket = self.layout.buckets[number]
+            keys = bucket.keys
             parameters = [self.synchroniser.parameters[name] for name, _ in keys]
             differentiable = [(k, p) for k, p in zip(keys, parameters, strict=True) if p.requires_grad]
             self.entered |= zip(keys, parameters, strict=True)
             if differentiable:
                 wanted, leaves = zip(*differentiable, strict=True)
-                self.entered |= zip(wanted, _Bucket.apply(torch.zeros((), requires_grad=True), self, number, wanted, leaves), strict=True)
+                anchor = torch.empty((), requires_grad=True, device=bucket.device)  # never read
+                self.entered |= zip(wanted, _Bucket.apply(anchor, self, number, wanted, leaves), strict=True)
         return self.entered.pop(key)
 
     def arrive(self, number: int, keys: Sequence[Key], gradients: Sequence[Tensor | None]) -> None:
