@@ -141,8 +141,7 @@ class GradientSynchroniser:
         if parameter.grad is None:
             parameter.grad = gradient
         else:
-            with torch.no_grad():
-                parameter.grad += gradient
+            parameter.grad += gradient
 
 
 class Pass:
@@ -172,10 +171,8 @@ class Pass:
         if key not in self.entered:
             number = self.layout.slots[key].bucket
             bucket = self.layout.buckets[number]
-            keys = bucket.keys
-            parameters = [self.synchroniser.parameters[name] for name, _ in keys]
-            differentiable = [(k, p) for k, p in zip(keys, parameters, strict=True) if p.requires_grad]
-            self.entered |= zip(keys, parameters, strict=True)
+            self.entered |= {k: self.synchroniser.parameters[k[0]] for k in bucket.keys}
+            differentiable = [(k, self.entered[k]) for k in bucket.keys if self.entered[k].requires_grad]
             if differentiable:
                 wanted, leaves = zip(*differentiable, strict=True)
                 anchor = torch.empty((), requires_grad=True, device=bucket.device)  # never read
@@ -199,15 +196,17 @@ class Pass:
             self._launch()
 
     def _fill(self, number: int, gradients: Mapping[Key, Tensor]) -> None:
-        """Puts gradients into their bucket, with those that were kept aside."""
+        """Puts gradients into their bucket, with those that were kept aside for it: once it is launched it is too late for them."""
         if number not in self.flat:
             self._open(number)
         places, held = self.places[number], self.synchroniser.held
-        if gradients:
-            torch._foreach_copy_([places[key] for key in gradients], list(gradients.values()))
-        for key in held.keys() & gradients.keys():
-            places[key] += held.pop(key)
-        self.present |= gradients.keys()
+        aside = {key: held.pop(key) for key in self.layout.buckets[number].keys if key in held}
+        found = {**aside, **gradients}
+        if found:
+            torch._foreach_copy_([places[key] for key in found], list(found.values()))
+        for key in aside.keys() & gradients.keys():
+            places[key] += aside[key]
+        self.present |= found.keys()
 
     def _open(self, number: int) -> None:
         """Room for a bucket, zero behind its gradients."""
@@ -246,8 +245,8 @@ class Pass:
 
     def _finish_sums(self) -> None:
         held = self.synchroniser.held
-        for key in [k for k in held if k in self.layout.slots]:
-            self._fill(self.layout.slots[key].bucket, {key: held.pop(key)})
+        for number in dict.fromkeys(self.layout.slots[key].bucket for key in held if key in self.layout.slots):
+            self._fill(number, {})
         while self.launched < len(self.layout.buckets):
             self._launch()
         strangers = []  # kept aside by another program, unknown to this one

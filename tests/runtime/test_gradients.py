@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import hapx.runtime.gradients as gradients_module
 from hapx.collectives import alone
 from hapx.collectives.communicator import create_groups
 from hapx.plan import Plan
@@ -202,6 +204,23 @@ def test_a_bucket_without_any_gradient_is_left_alone() -> None:
     a = synchroniser.begin(layout).enter(("a", (0,)))
     Silent.apply(a).sum().backward()
     assert gradients(synchroniser) == [None]
+
+
+def test_what_was_kept_aside_is_in_the_sum_although_the_next_backward_does_not_reach_it() -> None:
+    """The bucket is launched when the others of it arrive, before the end of backward."""
+    synchroniser, layout = one_bucket("a", "b")
+    with synchroniser.no_sync():
+        current = synchroniser.begin(layout)
+        a, b = (current.enter((name, (0,))) for name in "ab")
+        (a * 2 + b * 5).sum().backward()
+    current = synchroniser.begin(layout)
+    a, _ = (current.enter((name, (0,))) for name in "ab")
+    launched: list[list[float]] = []
+    start = gradients_module.start
+    with patch.object(gradients_module, "start", lambda c, axes, flat: (launched.append(flat.tolist()), start(c, axes, flat))[1]):
+        (a * 3).sum().backward()
+    assert launched == [[5.0, 5.0, 5.0, 5.0]] and not synchroniser.held
+    assert gradients(synchroniser) == [[5.0, 5.0], [5.0, 5.0]]
 
 
 def test_a_frozen_parameter_enters_as_it_is() -> None:
