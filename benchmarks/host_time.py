@@ -23,12 +23,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import hapx
+from benchmarks.one_gpu import cluster_of
 from benchmarks.workloads import example_module, random_tokens
-from hapx.cluster.spec import ClusterSpec
 
 STEPS, WARM, ROUNDS = 40, 10, 3
-LINK = {"bandwidth": "100 GB/s", "latency": "5 us"}
-ONE = {"name": "one", "machines": [{"name": "m", "device": "CPU-core", "devices": 1}], "network": {"intra": LINK, "inter": LINK}}
 
 
 def _model() -> nn.Module:
@@ -60,7 +58,7 @@ def both(context: Callable[[], AbstractContextManager[object]]) -> list[tuple[fl
     plain = _model()
     with warnings.catch_warnings(), context():
         warnings.simplefilter("ignore")
-        ours = hapx.HAP(_model(), ClusterSpec.load(ONE), example_inputs=batch)
+        ours = hapx.HAP(_model(), cluster_of("CPU-core"), example_inputs=batch)
 
     def of(model: nn.Module) -> Callable[[], Tensor]:
         def loss() -> Tensor:

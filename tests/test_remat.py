@@ -221,8 +221,8 @@ def test_memory_is_a_limit_only_where_that_may_be_faster(monkeypatch: pytest.Mon
     data["machines"] = [data["machines"][0] | {"name": name, "devices": ["d", "d"]} for name in ("m0", "m1")]
     data["network"]["inter"]["bandwidth"] = "100 MB/s"
     rule = replace(DP, mesh="auto", remat="auto")
-    most = max(plan_graphs([graph()], ClusterSpec.load(data), strategy=replace(rule, remat="none")).memory)
-    data["device_types"]["d"]["memory"] = round(0.9 * most / 0.9)
+    room = 0.9 * max(plan_graphs([graph()], ClusterSpec.load(data), strategy=replace(rule, remat="none")).memory)
+    data["device_types"]["d"]["memory"] = round(room / 0.9)
     setting = Setting(discover(graph()), key_of(graph()), ClusterSpec.load(data), rule, "fp32", "adamw")
     meshes = views(setting.cluster, rule)
     roomy: list[dict[str, float]] = []
@@ -235,7 +235,7 @@ def test_memory_is_a_limit_only_where_that_may_be_faster(monkeypatch: pytest.Mon
         before = len(counters.tried)
         found = plan_spmd(own, counters, on)
         roomy.append({view["view"]: view["time"] for view in counters.tried[before:]})
-        if chosen_blocks(own.graph) and max(found[0].peak) <= 0.9 * most:
+        if chosen_blocks(own.graph) and max(found[0].peak) <= room:
             of_blocks.append(found[0].time)
         return found
 

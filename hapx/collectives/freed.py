@@ -153,9 +153,10 @@ def reading(function: Callable[..., Any], operands: Sequence[Tensor], dtypes: Ma
     keep = _kept if registry is None else registry.pack
 
     def pack(t: Tensor) -> Kept | _Token | _Copy:
-        source, dtype = copies.get(t.data_ptr(), (None, None))
-        if source is None or dtype is None or t.dtype != dtype:
+        found = copies.get(t.data_ptr())
+        if found is None or t.dtype != found[1]:
             return keep(t)
+        source, dtype = found
         return _Copy(keep(source.detach()), dtype, t.size(), t.stride())
 
     try:

@@ -1,6 +1,6 @@
 """What a captured program took for constant: dtypes and arguments of the call that are no tensors, flags and plain attributes of the modules.
 
-In: a module and a call. Out: `conditions`, by name (`Watch`: at every call, quickly); `Seen` knows under which of them each program is known to be
+In: a module and a call. Out: conditions, by name (`Watch`); `Seen` knows under which of them each program is known to be
 the model's. Programs are told apart by mode, shapes and autocast only (`hapx.plan.ProgramKey`): a call under other conditions is captured again and
 compared before it is run, so that it never runs a program that computes something else.
 """
@@ -34,13 +34,8 @@ _CONTAINERS = frozenset({dict, OrderedDict, set})
 ENOUGH = 3  # times that an attribute changed and the program did not: it is not looked at any more
 
 
-def conditions(module: nn.Module, call: Inputs, with_loss_fn: bool = False) -> Conditions:
-    """By what error messages call them. with_loss_fn: as in `bind_inputs`."""
-    return _of_call(module, call, with_loss_fn) | _of_module(module)
-
-
 class Watch:
-    """`conditions` of one module at every call: as long as nothing that they are read from is another object, the same answer again."""
+    """The conditions of one module at every call: as long as nothing that they are read from is another object, the same answer again."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -50,6 +45,7 @@ class Watch:
         self._found: Conditions = {}
 
     def conditions(self, call: Inputs, with_loss_fn: bool = False) -> Conditions:
+        """By what error messages call them. with_loss_fn: as in `bind_inputs`."""
         of_call = _of_call(self.module, call, with_loss_fn)
         untouched = bool(self._modules) and all(m.holds() for m in self._modules)
         if not untouched:

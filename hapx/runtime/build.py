@@ -77,7 +77,7 @@ class LocalProgram:
     """What one device runs. `parameters`, `buffers`, `inputs`: names of the module's arguments, in order; `input_placements`: in which
     placement each input arrives; `gives`: what it returns. `position`: this device's place under the lengths of this program.
     `layout`: buckets of the parameters that enter the synchroniser of the pass `under_way`. `snapshots`: buffers that get new values after the pass
-    although backward may read what they had. `frees`: whether backward makes something again that forward does not keep for it."""
+    although backward may read what they had. `frees`: whether gathered parameters are freed after forward."""
 
     key: ProgramKey
     graph: Graph
@@ -295,15 +295,14 @@ class _Builder:
             listed = returns_several(function)
             args, kwargs = self.arguments.of(function, call)
             module = self._stand_in(triple, call, function, args, kwargs, listed)
-            if module is not None:
-                label = f"empty_{label}"
-            elif dtypes:
-                module, dtypes = Reading(call.target, on_operands(function, args, kwargs), dtypes), {}
-            else:
-                args, kwargs = fill_all(args, kwargs, operands)
-                node = self.scope.graph.create_node("call_function", function, args, kwargs, name=label if listed else identifier(outputs[0].name))
-        if module is not None:
-            node = self._submodule(label, Reading(call.target, module, dtypes) if dtypes else module, *operands)
+            label = label if module is None else f"empty_{label}"
+        if dtypes:
+            module = Reading(call.target, on_operands(function, args, kwargs) if module is None else module, dtypes)
+        if module is None:
+            args, kwargs = fill_all(args, kwargs, operands)
+            node = self.scope.graph.create_node("call_function", function, args, kwargs, name=label if listed else identifier(outputs[0].name))
+        else:
+            node = self._submodule(label, module, *operands)
         self._bind(node, triple, outputs, listed)
 
     def _bind(self, node: fx.Node, triple: Triple, outputs: tuple[TensorRef, ...], listed: bool) -> None:

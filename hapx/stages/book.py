@@ -10,6 +10,7 @@ which lead the search to good pipelines with few asks. Only bounds prove anythin
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,12 @@ class Book:
         for shape, known in enumerate(space.shapes):
             for equal in self.runs:
                 self._write(shape, equal, (prices.bound(*equal[0], known),))
+
+    @cached_property
+    def least_crossing(self) -> Floats:
+        """[shape in front, link, boundary]; nothing crosses after the last layer."""
+        least, links, inner = self.prices.least_crossing, self.space.kinds_of_link, range(1, self.num_layers)
+        return np.array([[[0.0, *(least(b, shape, link) for b in inner), 0.0] for link in links] for shape in self.space.shapes])
 
     def ask(self, shape: int, start: int, stop: int) -> bool:
         """Asks the planner, unless it was asked. Returns whether it had to be."""

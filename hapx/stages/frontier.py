@@ -36,7 +36,7 @@ class Frontier:
         self.book, self.space, self.n, self.discipline = book, book.space, book.prices.micro_batches, discipline
         self.micro, self.iteration, self.limit = micro, iteration, limit
         self.num_layers = book.num_layers
-        self.crossing = self._least_crossing()
+        self.crossing = book.least_crossing
         self.positions = self._positions(positions)
         self.least, self.update = self._least()
         self._trim(limit)
@@ -55,11 +55,6 @@ class Frontier:
     def position(self, behind: int) -> int:
         """Index of the position with `behind` stages behind it."""
         return min(behind, len(self.positions) - 1)
-
-    def _least_crossing(self) -> Floats:
-        """[shape in front, link, boundary]; nothing crosses after the last layer."""
-        least, links, inner = self.book.prices.least_crossing, self.space.kinds_of_link, range(1, self.num_layers)
-        return np.array([[[0.0, *(least(b, shape, link) for b in inner), 0.0] for link in links] for shape in self.space.shapes])
 
     def _positions(self, limit: int) -> Ints:
         """Micro-batches in flight per position, up to the last position whose stages may use other options than the one before, at most `limit`."""

@@ -189,7 +189,7 @@ class Searcher:
         if key not in self._crossings:
             shapes, link = self.space.shapes, self.space.kinds_of_link[key[3]]
             self._crossings[key] = crossing = self.prices.crossing(label.layer, shapes[shape], shapes[key[2]], link)
-            least = self.prices.least_crossing(label.layer, shapes[shape], link)
+            least = self.book.least_crossing[shape, key[3], label.layer]
             assert crossing >= least * (1 - NOISE), f"boundary {label.layer}: crosses faster than possible"
         return self._crossings[key]
 

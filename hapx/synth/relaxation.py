@@ -388,10 +388,6 @@ class Relaxation:
             needed = needed[:, : len(value.table.placements)]
         if not value.last:
             rest = np.maximum(rest, self._converted(level, slot, value, after[shift]))
-            if weighted.cuts is None:  # in place, as there are many
-                rest += weighted.base[:, None]
-                rest += needed
-                return np.minimum.reduce(rest)  # type: ignore[no-any-return]
         return np.minimum.reduce(needed + self._total(weighted, rest, offset))  # type: ignore[no-any-return]
 
     def _converted(self, level: int, slot: int, value: Value, after: Array) -> Array:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hapx.errors import PlanError
-from hapx.graph.capture_conditions import ENOUGH, Seen, UnreadAttributeWarning, Watch, conditions, renew
+from hapx.graph.capture_conditions import ENOUGH, Seen, UnreadAttributeWarning, Watch, renew
 from hapx.graph.capture_inputs import bind_inputs
 from hapx.plan import ProgramKey
 
@@ -29,7 +29,7 @@ class Model(nn.Module):
 def of(model: nn.Module, *args: object, dtype: torch.dtype = torch.float32, **kwargs: object) -> dict[str, object]:
     x = torch.zeros(4, 3, dtype=dtype)
     call = {"x": x, **kwargs} if kwargs else (x, *args)
-    return conditions(model, bind_inputs(model, call))
+    return Watch(model).conditions(bind_inputs(model, call))
 
 
 def changed(before: dict[str, object], now: dict[str, object]) -> tuple[str, ...]:
