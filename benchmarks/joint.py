@@ -6,7 +6,8 @@
 
 The reference of a case is the best pair met from a grid over all shares of device kinds (both rows alike) and from random shares (each row its own),
 with A* at every point and the linear program and further alternation after it, and, where memory limits ratios, those at which the peaks of the best
-programs just fit. Gaps are of the planner's additive cost at integer lengths, on one mesh view.
+programs just fit; and from what the planner finds for clusters that differ a little (faster devices or links, less memory), whose programs and
+lengths are brought to the case. Gaps are of the planner's additive cost at integer lengths, on one mesh view.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -26,8 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.markdown import markdown
-from benchmarks.planning_cases import case
+from benchmarks.planning_cases import Case, case
 from hapx.alternation import Alternation, Counters
+from hapx.carried import goal_of
+from hapx.cluster.spec import ClusterSpec, Link
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
 from hapx.planner import plan_spmd
@@ -40,6 +43,7 @@ CASES = 200
 GRID = {2: 8, 3: 3, 4: 2}  # parts of a share, by number of kinds; more kinds as 4
 RANDOM = 10
 LEVELS = (0.001, 0.01, 0.05)
+FASTER, LESS = 1.3, 0.9  # in clusters that differ
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,29 @@ def measure(seed: int) -> Result:
             reference._alternate(ratios, infinite)
     if reference.found:
         reference._descend(infinite)
-    best = min([own, *(c.cost for c in reference.found.values() if c.fits)])
+    best = min([own, *(c.cost for c in reference.found.values() if c.fits), *_from_others(problem, reference)])
     seconds = (between - began, time.process_time() - between)
     ended = tuple(sorted(counters.ended.items()))
     return Result(seed, problem.mesh.name, len(reference.kinds), problem.binds, own / best - 1, counters.alternations, ended, seconds)
+
+
+def _from_others(problem: Case, here: Alternation) -> Iterator[float]:
+    """Costs of what is found for clusters that differ, where it fits here."""
+    for cluster in others(problem.setting.cluster):
+        with suppress(InsufficientMemoryError):
+            for found in plan_spmd(replace(problem.setting, cluster=cluster), Counters(), [problem.mesh]):
+                moved = replace(found, theory=here.theory, costs=here.costs)
+                if moved.fits:
+                    yield goal_of(moved).time(here.costs.lengths_to_shares(moved.lengths))
+
+
+def others(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
+    """The cluster with one type of devices faster, with faster links, and with less memory."""
+    for name, kind in (*cluster.device_types.items(),)[:: len(cluster.device_types) - 1]:  # the first and the last one
+        quick = replace(kind, flops={p: FASTER * f for p, f in kind.flops.items()}, memory_bandwidth=FASTER * kind.memory_bandwidth)
+        yield replace(cluster, device_types={**cluster.device_types, name: quick})
+    yield replace(cluster, inter=Link(FASTER * cluster.inter.bandwidth, cluster.inter.latency / FASTER))
+    yield replace(cluster, device_types={n: replace(kind, memory=int(LESS * kind.memory)) for n, kind in cluster.device_types.items()})
 
 
 def restarts(alternation: Alternation, seed: int) -> Iterator[dict[Row, Vector]]:

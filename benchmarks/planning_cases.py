@@ -39,15 +39,25 @@ class Case:
 @cache
 def case(seed: int) -> Case:
     """The problem of a seed."""
-    rng = random.Random(seed)
-    binds = seed % 5 == 4
+    rng, binds = random.Random(seed), seed % 5 == 4
+    setting, mesh = _drawn(seed, rng, binds)
+    return Case(seed, _short_of_memory(setting, mesh, rng) if binds else setting, mesh, binds)
+
+
+@cache
+def case_with(seed: int, memory: tuple[int, ...]) -> Case:
+    """The problem of a seed with so many bytes per kind of devices, whatever the planner finds."""
+    setting, mesh = _drawn(seed, random.Random(seed), seed % 5 == 4)
+    types = {kind.name: replace(kind, memory=own) for kind, own in zip(setting.cluster.device_types.values(), memory, strict=True)}
+    return Case(seed, replace(setting, cluster=replace(setting.cluster, device_types=types)), mesh, True)
+
+
+def _drawn(seed: int, rng: random.Random, binds: bool) -> tuple[Setting, Mesh]:
     widths = rng.choice(((4, 6, 12), (8, 24, 32), (16, 64, 128)))
     graph = random_graph(seed, operators=rng.randint(4, 6 if binds else 9), batch=rng.choice((6, 12, 24, 48, 96)), widths=widths)
     cluster = _cluster(rng)
-    setting = Setting(graph, key_of(graph), cluster, AUTO, "fp32", "adamw")
     found = views(cluster, AUTO)
-    mesh = found[0] if binds else rng.choice(found)
-    return Case(seed, _short_of_memory(setting, mesh, rng) if binds else setting, mesh, binds)
+    return Setting(graph, key_of(graph), cluster, AUTO, "fp32", "adamw"), found[0] if binds else rng.choice(found)
 
 
 def _cluster(rng: random.Random) -> ClusterSpec:

@@ -27,6 +27,7 @@ import numpy as np
 from hapx.balancer.descent import descend
 from hapx.balancer.lp import Objective, balance, objective
 from hapx.balancer.rounding import Lengths, fit, fullest, improve, level_ratios, per_device, round_ratios
+from hapx.by_peaks import ByPeaks, around
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
@@ -43,7 +44,7 @@ from hapx.states import Cut, Placement, Row
 from hapx.synth.astar import Statistics
 from hapx.synth.forbidden import NOTHING, Forbidden
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import BUDGET, EXACT, HOPELESS, LONGER, attempt, least
+from hapx.synth.search import BUDGET, HOPELESS, attempt, least
 from hapx.synth.writer import Solution
 from hapx.theory.triple import Theory
 
@@ -62,7 +63,10 @@ MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not beli
 MUCH = 20_000  # partial programs, after which a problem is not also searched as strategies by name:
 BY_NAME = ("tensor-parallel", "zero")
 NAMED = 3  # programs of each of them that are candidates
+TURNS = 3  # of beams that know peaks, each at the lengths of what the one before found
+ROUNDS = 4  # around the best lengths, each from better ones
 DESCENTS = 3  # of the best programs whose ratios peaks limit, each followed by an alternation; of one that is not small, 1
+ROUGHLY = 1.002  # times what may be used: what is estimated to need more is not looked at
 NEAR = 0.01  # `Setting.within` above which ratios need not be that good
 
 _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
@@ -168,6 +172,10 @@ class Alternation:
         self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
         self.binds = False  # whether a cheapest program did not fit
         self.prices: tuple[float, ...] | None = None  # of memory, once there are some with which programs fit
+        self.peaks = ByPeaks(self.problem, self.fitting, self._goal, [c for c in self.cuts if self.free and c not in self.fixed])
+        self.beams = self.small and not setting.within and self.costs.in_flight == self.costs.repeats == 1  # whether they look for what fits
+        self.beamed: set[tuple[tuple[int, ...], ...]] = set()  # lengths, as in `searched`, at which they did
+        self.taken: set[tuple[int, tuple[tuple[Cut, tuple[int, ...]], ...]]] = set()  # programs, by identity, and lengths from which it went downhill
         self._generated = counters.search.generated  # partial programs, before
         self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
         capacity = np.asarray(self.costs.capacity)
@@ -268,15 +276,23 @@ class Alternation:
         if not self.binds and self.fitting.spares(goal.memory(self._shares(candidate.lengths, goal.cuts))):
             return
         movable = [c for c in goal.cuts if c not in self.fixed]
+        begun = id(candidate.program), tuple((c, candidate.lengths[c]) for c in movable)
+        if not movable or begun in self.taken:
+            return
+        self.taken.add(begun)
 
         def deal(ratios: Mapping[Row, Vector]) -> Lengths:
             dealt = self._lengths(ratios)
             return {**candidate.lengths, **{c: dealt[c] for c in movable}}
 
-        ratios, lengths = descend(
-            self._by_kind(candidate.shares), dict(candidate.lengths), self.kinds, movable, deal, lambda own: goal.time(self._shares(own, goal.cuts)),
-            lambda own: self.fitting.holds(solution, own),
-        )  # fmt: skip
+        estimated = self.fitting.estimate(solution, candidate.lengths, goal.cuts) if self.small else None
+        usable = self.fitting.capacity * ROUGHLY
+
+        def fits(own: Lengths) -> bool:
+            return (estimated is None or bool((estimated(own) <= usable).all())) and self.fitting.holds(solution, own)
+
+        start, lengths = self._by_kind(candidate.shares), dict(candidate.lengths)
+        ratios, lengths = descend(start, lengths, self.kinds, movable, deal, lambda own: goal.time(self._shares(own, goal.cuts)), fits)
         if lengths != candidate.lengths:
             self._keep(solution, goal, lengths, ratios)
 
@@ -389,6 +405,7 @@ class Alternation:
             before = self._best().cost if self.found else inf
             with suppress(InsufficientMemoryError, PlanError):  # something else may fit
                 other = Alternation(replace(self.setting, rule=own, old=None), self.theory, self.counters, self.told, costs=self.costs)
+                other.beams = False  # of fewer programs than here
                 other._meet(min(known, before))
                 self.goals |= other.goals
                 for found in at_their_best(other.found.values())[:NAMED]:  # of which the simulator may like another one than the cheapest
@@ -435,23 +452,21 @@ class Alternation:
             for start in where_memory_binds(speeds, self.sizes, self.fitting.capacity, compute):
                 yield {r: start[r.kind == "storage"] for r in self.rows}
 
-    def longer(self) -> list[Candidate]:
-        """What one search more finds, a long one, where memory binds in a small problem and the best program may be far from the best one at its
-        ratios. For the best view only."""
-        if not self.found or self.prices is None or len(self.problem.steps) > EXACT or self.setting.within:
+    def around(self) -> list[Candidate]:
+        """Candidates that beams find at lengths near the best ones, where memory binds. For the best view only."""
+        if not (self.beams and self.binds and self.free and self.found):
             return []
-        best = self._best()
-        if best.gap <= STALLED:
-            return []
-        solution, goal = self._goal_of(best)
-        lengths, shares = dict(best.lengths), self.costs.lengths_to_shares(best.lengths)
-        self.fitting.correct(solution, goal.memory(shares), lengths)  # for the limits
-        found, _ = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, LONGER)
-        if found is None:
-            return []
-        self.counters.search.add(found.statistics)
-        kept = self._keep(found, self._goal(found), lengths, self._by_kind(best.shares))
-        return [kept] if kept is not None else []
+        known, movable = set(self.found), [c for c in self.cuts if c not in self.fixed]
+        shares = np.full(len(self.sizes), 1.0 / sum(self.sizes)), np.asarray(self.costs.speeds)
+        for _ in range(ROUNDS):
+            best = self._best()
+            for lengths in around(best.lengths, self.kinds, movable, shares):
+                self._by_peaks(lengths, 1.0)
+                if self._least() < (1 - STALLED) * best.cost:
+                    break
+            else:
+                break
+        return [candidate for key, candidate in self.found.items() if key not in known]
 
     def from_even_shares(self) -> list[Candidate]:
         """Candidates from even shares, where `_starts` left them out because a search on several axes costs more. For the best view only."""
@@ -640,6 +655,39 @@ class Alternation:
         """The best program at these lengths whose peak fits, if any does; and what other ratios may make fit: the cheapest program without limits,
         then, where none fits, the one of least memory. Nothing where all programs take more than `above`; a good one will do where all take more than
         `known`."""
+        found, others = self._by_sums(lengths, above, known)
+        if self.beams and others and self.problem.exposed == 1 and others[0].cost < UNLIKELY * self._least():
+            self._by_peaks(lengths)
+        return found, others
+
+    def _by_peaks(self, lengths: Lengths, times: float = UNLIKELY) -> None:
+        """Keeps what beams find that know peaks (`hapx.by_peaks`), if it costs less than so many times the best; and what they find at the lengths of
+        that, as long as it is better."""
+        limits = self.fitting.limits
+        for _ in range(TURNS):
+            at, before = self._at(lengths), self._least()
+            if at in self.beamed:
+                break
+            self.beamed.add(at)
+            for solution, own in self.peaks.at(lengths, lambda: times * self._least(), self.counters.search):
+                goal = self._goal(solution)
+                self._keep(solution, goal, own, self._ratios_of(own, goal.cuts))
+            if self._least() >= (1 - STALLED) * before:
+                break
+            lengths = {**lengths, **self._best().lengths}
+        self.fitting.limits = limits
+
+    def _ratios_of(self, lengths: Lengths, cuts: Iterable[Cut]) -> dict[Row, Vector]:
+        """Shares per kind that lengths stand for: those of the finest cut of each row."""
+        finest = {c.row: c for c in sorted(cuts, key=attrgetter("units"))}
+        own = {row: np.array([np.mean([lengths[c][i] for i in kind]) / c.units for kind in self.kinds]) for row, c in finest.items()}
+        return self._by_kind({}) | own
+
+    def _least(self) -> float:
+        return min((c.cost for c in self.found.values()), default=inf)
+
+    def _by_sums(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...]]:
+        """The same, by searches that know sums of memory."""
         shares, spare = self.costs.lengths_to_shares(lengths), None
         others: tuple[Solution, ...] = ()
         for _ in range(CORRECTIONS):
@@ -669,15 +717,14 @@ class Alternation:
         used = goal.cuts
         movable = [c for c in used if c not in self.fixed]
 
-        def excess(trial: Lengths) -> float:
-            return float((goal.memory(self._shares(trial, used)) / self.fitting.limits).max()) - 1.0
+        def parts(trial: Lengths) -> Vector:
+            return goal.memory(self._shares(trial, used)) / self.fitting.limits
 
         def cost(trial: Lengths) -> float:
             shares = self._shares(trial, used)
             return goal.time(shares) if (goal.memory(shares) <= self.fitting.limits).all() else inf
 
-        if excess(lengths) > 0:
-            lengths = fit(lengths, self.kinds, excess, movable)
+        lengths = fit(lengths, self.kinds, parts, movable)
         return improve(lengths, self.kinds, cost, movable)
 
     def _shares(self, lengths: Mapping[Cut, tuple[int, ...]], cuts: Iterable[Cut]) -> Mapping[Cut, Vector]:

@@ -11,8 +11,11 @@ and the search is made again. Invariant: nothing is accepted whose peak exceeds 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
+from hapx.affine_peaks import AffinePeak
 from hapx.cluster.units import show
 from hapx.cost.liveness import Peak, all_in_flight, peak
 from hapx.cost.model import CostModel
@@ -21,9 +24,11 @@ from hapx.errors import InsufficientMemoryError
 from hapx.layout import Lengths
 from hapx.lower import Candidate
 from hapx.plan import ProgramKey
+from hapx.states import Cut
 from hapx.synth.writer import Solution
 from hapx.theory.triple import Theory
 
+NEAR = 0.005  # relative error of estimated peaks that are used
 SPARED = 0.6  # of the capacity: a program whose sum is below that has its peak looked at only if it is the one that is chosen
 
 
@@ -33,6 +38,7 @@ class Fitting:
     def __init__(self, theory: Theory, costs: CostModel, key: ProgramKey, strict: bool = False):
         self.theory, self.costs, self.key = theory, costs, key
         self.capacity: Vector = np.asarray(costs.capacity)
+        self._estimates: dict[int, AffinePeak] = {}  # by the identity of programs, which they hold
         self.reset()
         self.strict = strict
 
@@ -67,6 +73,17 @@ class Fitting:
         total = all_in_flight(found, exact)
         of_coordinate = {c: float(total[k]) for k, kind in enumerate(exact.kinds) for c in kind}
         return np.array([max(of_coordinate[c] for c in kind) for kind in self.costs.kinds]), found
+
+    def estimate(self, solution: Solution | Candidate, lengths: Lengths, cuts: Sequence[Cut]) -> Callable[[Lengths], Vector] | None:
+        """What peaks of a small program are at other lengths, for many of them; None where nothing simple says that. lengths: to begin with; cuts:
+        those that it uses."""
+        if self.costs.in_flight > 1 or self.costs.repeats > 1 or not cuts:
+            return None
+        key = id(solution.program)
+        if key not in self._estimates:
+            self._estimates[key] = AffinePeak(solution.program, self.costs, solution.storage_of, lengths, cuts)
+        found = self._estimates[key]
+        return found.at if found.error < NEAR else None
 
     def too_small(self, least: Solution, lengths: Lengths) -> InsufficientMemoryError:
         """The error: which devices lack how much, and when, by the program of least memory."""

@@ -30,6 +30,7 @@ from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.finishing import FEW_NODES, finished
 from hapx.graph.borders import candidate_segments, carried, numbered
 from hapx.ir import Graph
 from hapx.lower import Candidate, at_their_best, extended, lower
@@ -146,16 +147,22 @@ def plan_spmd(
     ranked = _ranked(found, old, timed)
     if ranked[0].time > HOPELESS * setting.beside:
         return ranked
+    if not setting.strict and not ranked[0].fits:
+        return plan_spmd(replace(setting, strict=True), counters, meshes)
     hiding = _overlapped(setting, alternations, ranked, timed, counters)
     old += hiding
     ranked = _ranked(found, old, timed) if hiding else ranked
     began = time.perf_counter()
     of_best = alternations[ranked[0].mesh.name]
-    more = [*of_best.from_even_shares(), *of_best.longer()]
+    more = [*of_best.from_even_shares(), *of_best.around()]
     counters.search_time += time.perf_counter() - began
     if more:
         ranked = _ranked([*found, *more], old, timed)
+    small = len(setting.graph.nodes) <= FEW_NODES and of_best.free and not setting.within and setting.repeats == 1
+    tied = finished(ranked, timed, setting.fixed)[0] if small else ranked[0]
     ranked = _with_segments(exact, ranked, alternations[ranked[0].mesh.name], timed, counters)
+    if small:
+        ranked = sorted([tied, *finished(ranked, timed, setting.fixed)], key=_by_simplicity)
     if not setting.strict and not ranked[0].fits:
         return plan_spmd(replace(setting, strict=True), counters, meshes)
     counters.search.gap = ranked[0].gap
@@ -247,7 +254,7 @@ def _in_segments(setting: Setting, best: Candidate, freed: Freed, counters: Coun
         told = Teller(setting.progress, counters.search, best.mesh.name, 1, 1, best.cost)
         own = Alternation(replace(setting, graph=graph, start=start, old=None), theory, counters, told)
         found = own.candidates(best.cost)
-        found += own.longer() if min((c.cost for c in found), default=inf) < best.cost else []
+        found += own.around() if min((c.cost for c in found), default=inf) < best.cost else []
     counters.search_time += time.perf_counter() - began
     return found
 

@@ -148,12 +148,12 @@ class Squeezing:
     def _by_units(self, best: Tight) -> Tight:
         """With lengths moved by single units while that takes the peak down."""
 
-        def excess(trial: Lengths) -> float:
+        def used(trial: Lengths) -> Vector:
             self.units -= 1
-            return float((self.fitting.peak(best.solution, trial)[0] / self.capacity).max()) - 1 if self.units > 0 else np.inf
+            return self.fitting.peak(best.solution, trial)[0] / self.capacity if self.units > 0 else np.full(len(self.capacity), np.inf)
 
         movable = [c for c in self.goal(best.solution).cuts if c not in self.fixed]
-        trial = self._tight(best.solution, fit(best.lengths, self.costs.kinds, excess, movable), best.ratios)
+        trial = self._tight(best.solution, fit(best.lengths, self.costs.kinds, used, movable), best.ratios)
         return trial if trial.part < best.part else best
 
     def _shares(self, lengths: Lengths, goal: Objective) -> Shares:

@@ -43,7 +43,13 @@ def planned(segments: str | int | tuple[str, ...] = "auto", dropout: float = 0.0
     return plan_graphs([two_parts(dropout=dropout)], PAIR, strategy=Restriction(segments=segments))
 
 
-def test_not_worse_than_any_point_of_a_grid() -> None:
+@pytest.fixture
+def alternation_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No units are moved by the simulator in the end: what that brings without segments hides what they bring."""
+    monkeypatch.setattr("hapx.planner.FEW_NODES", 0)
+
+
+def test_not_worse_than_any_point_of_a_grid(alternation_alone: None) -> None:
     """Shares of the compute rows of two segments and of the storage rows, the cheapest program at each point: the reference for ratios and program
     together. First everywhere, then around the best."""
     tied, plan = (plan_graphs([two_characters()], PAIR, strategy=Restriction(segments=s)) for s in (1, 2))
@@ -66,14 +72,14 @@ def test_not_worse_than_any_point_of_a_grid() -> None:
     assert best < 0.97 * tied.statistics["cost"]
 
 
-def test_shards_that_pay_only_with_segments_are_found() -> None:
+def test_shards_that_pay_only_with_segments_are_found(alternation_alone: None) -> None:
     """The best program of one row keeps a parameter as it is used, so nothing in it says where that should be kept."""
     tied, freed = (plan_graphs([two_characters(64, 48, 256)], PAIR, strategy=Restriction(segments=s)) for s in ("none", "auto"))
     assert "w6" in _in_storage_rows(freed) - _in_storage_rows(tied)
     assert freed.statistics["cost"] < 0.96 * tied.statistics["cost"]
 
 
-def test_shards_that_pay_at_improved_lengths_are_found() -> None:
+def test_shards_that_pay_at_improved_lengths_are_found(alternation_alone: None) -> None:
     """At shares as they are rounded the best program keeps every parameter as it is used; not so at the lengths into which they are improved."""
     plan = plan_graphs([two_characters(64, 48, 192)], PAIR, strategy=Restriction(segments="none"))
     assert _in_storage_rows(plan) == {"w1", "w4"}

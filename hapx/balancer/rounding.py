@@ -16,6 +16,7 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
+from hapx.cost.terms import Vector
 from hapx.states import Cut, Row
 
 Lengths = dict[Cut, tuple[int, ...]]
@@ -117,10 +118,10 @@ def improve(
     return best
 
 
-def neighbours(lengths: Lengths, cut: Cut, kinds: Sequence[Sequence[int]]) -> Iterable[Lengths]:
-    """The lengths with the maximum of one kind one lower and the units that this frees given to one other kind."""
+def neighbours(lengths: Lengths, cut: Cut, kinds: Sequence[Sequence[int]], givers: Sequence[Sequence[int]] | None = None) -> Iterable[Lengths]:
+    """The lengths with the maximum of one kind one lower and the units that this frees given to one other kind. givers: the kinds that may give."""
     own = lengths[cut]
-    for giver in kinds:
+    for giver in kinds if givers is None else givers:
         top = max(own[c] for c in giver)
         full = [c for c in giver if own[c] == top]
         # a kind is as slow as its fullest device: all of the fullest give a unit, or nothing is gained
@@ -139,17 +140,20 @@ def neighbours(lengths: Lengths, cut: Cut, kinds: Sequence[Sequence[int]]) -> It
                 yield {**lengths, cut: tuple(changed)}
 
 
-def fit(
-    lengths: Mapping[Cut, tuple[int, ...]], kinds: Sequence[Sequence[int]], excess: Callable[[Lengths], float], movable: Iterable[Cut]
-) -> Lengths:
-    """Moves units until memory fits: `excess` is by how much the fullest kind exceeds its limit, relative (<= 0: fits). Returns the best found."""
+def fit(lengths: Mapping[Cut, tuple[int, ...]], kinds: Sequence[Sequence[int]], used: Callable[[Lengths], Vector], movable: Iterable[Cut]) -> Lengths:
+    """Moves units until memory fits: `used` is what part of its limit every kind uses (<= 1: fits). Units of the fullest kind first, and of others,
+    whose largest lengths may be what buffers of all are made for, only where that leads nowhere. Returns the best found."""
     best, cuts = dict(lengths), list(movable)
-    value = excess(best)
-    while value > 0:
-        trials = [t for cut in cuts for t in neighbours(best, cut, kinds)]
-        values = [excess(t) for t in trials]
-        if not values or min(values) >= value - 1e-15:
+    parts = used(best)
+    while parts.max() > 1:
+        for givers in ([kinds[int(parts.argmax())]], None):
+            trials = [t for cut in cuts for t in neighbours(best, cut, kinds, givers)]
+            found = [used(t) for t in trials]
+            highest = [float(own.max()) for own in found]
+            if highest and min(highest) < parts.max() - 1e-15:
+                break
+        else:
             break
-        value = min(values)
-        best = trials[values.index(value)]
+        at = highest.index(min(highest))
+        best, parts = trials[at], found[at]
     return best

@@ -18,12 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from hapx.cost.buckets import Buckets, Key, Use
 from hapx.cost.footprints import Call, Route, call_of, route_of
-from hapx.cost.heap import Heap, Place, Record, Repeat, Storage, Stretch, moved
+from hapx.cost.heap import Heap, Levels, Place, Record, Repeat, Storage, Stretch, moved
 from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
 from hapx.cost.rounds import Folded, short, whole
@@ -61,6 +62,13 @@ def peak(program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, 
     return found
 
 
+def moments(program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]) -> Vector:
+    """(moment, kind): bytes at rest, and at every moment of an iteration; the largest is the peak. Which moments there are, lengths do not change."""
+    walked = _Walk(program, graph, exact, stored, whole(program)).walked()
+    assert walked is not None, "nothing is left out"
+    return np.concatenate([walked.levels.after[:1], walked.levels.noted])
+
+
 def all_in_flight(found: Peak, exact: CostModel) -> Vector:
     """The peak with all micro-batches that are kept at once; gradients of those before are there while others run. At the update none is kept, and
     there is one set of gradients."""
@@ -70,6 +78,15 @@ def all_in_flight(found: Peak, exact: CostModel) -> Vector:
 def while_running(found: Peak, exact: CostModel) -> Vector:
     """The peak before the update with one micro-batch at once, gradients of those before it included."""
     return found.running + found.left if exact.repeats > 1 else found.running
+
+
+class _Walked(NamedTuple):
+    """What was there; where forward ended, and backward; what happened again and again."""
+
+    levels: Levels
+    ahead: Place
+    before: Place
+    repeats: list[Repeat]
 
 
 class _Walk:
@@ -108,6 +125,17 @@ class _Walk:
 
     def run(self) -> Peak | None:
         """None: rounds that are left out would not be like the one that stands for them."""
+        walked = self.walked()
+        if walked is None:
+            return None
+        heap, (levels, ahead, before, repeats) = self.heap, walked
+        (total, worst), (running, _) = levels.highest(), levels.highest(moved(before, repeats).notes)
+        kept = levels.after[moved(ahead, repeats).changes - 1] - self.static + self.sizes.received()
+        moments = tuple("at rest" if k < 0 else self._called(heap.moments[levels.notes[k]], int(levels.rounds[k])) for k in worst.tolist())
+        return Peak(self.static, total, running, levels.after[-1] - self.static, kept, moments)
+
+    def walked(self) -> _Walked | None:
+        """All that happens, as `run`."""
         heap = self.heap
         ahead = self._ahead()
         back = self._back() if self.training else []
@@ -117,11 +145,7 @@ class _Walk:
         repeats = self._repeats(ahead, back)
         if repeats is None:
             return None
-        levels = heap.levels(repeats, self._arrivals())
-        (total, worst), (running, _) = levels.highest(), levels.highest(moved(before, repeats).notes)
-        kept = levels.after[moved(ahead[-1], repeats).changes - 1] - self.static + self.sizes.received()
-        moments = tuple("at rest" if k < 0 else self._called(heap.moments[levels.notes[k]], int(levels.rounds[k])) for k in worst.tolist())
-        return Peak(self.static, total, running, levels.after[-1] - self.static, kept, moments)
+        return _Walked(heap.levels(repeats, self._arrivals()), ahead[-1], before, repeats)
 
     def _ahead(self) -> list[Place]:
         """Forward. Out: where it came to after every span."""

@@ -20,7 +20,7 @@ import numpy as np
 from hapx.cost.terms import Shares
 from hapx.synth.astar import ROUNDING, Front
 from hapx.synth.bound import Bound
-from hapx.synth.effect import Effect, Effects, Vector, at_most, compose, plus, repeated
+from hapx.synth.effect import Effect, Effects, Vector, after, at_most, compose, plus, repeated
 from hapx.synth.moves import Move, Moves
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Choice, Problem, Step
@@ -59,6 +59,23 @@ def moves_of(last: State) -> list[Move]:
         period, times = state.rounds
         moves += [state.move] if state.move is not None else moves[len(moves) - period :] * times
     return moves
+
+
+def no_dearer(a: State, b: State) -> bool:
+    """Whether a costs no more than b, whatever follows."""
+    more = max(map(sub, a.forward, b.forward)) + max(map(sub, a.backward, b.backward))
+    return bool(a.cost + more <= b.cost + 1e-13 * b.estimate)
+
+
+def least_memory(step: Step, moves: Moves) -> Vector:
+    """Bytes that a step allocates at least, whatever is available before it."""
+    live = {name for name, _, _ in step.live}
+    masks = []
+    for name, slot in zip(step.tensors, step.kind.slots, strict=True):
+        first = bool(slot.table.stored) and name not in live
+        masks.append(slot.fixed if slot.fixed is not None else 0 if first else slot.table.full)
+    found = [m.effect.memory for choice in range(len(step.kind.choices)) for m in moves.at(step.kind, tuple(masks), choice)]
+    return tuple(map(min, zip(*found, strict=True))) if found else moves.nothing.memory
 
 
 class Reached(NamedTuple):
@@ -269,20 +286,11 @@ class Synthesis:
         self, state: State, level: int, place: int, effect: Effect, move: Move | None, rounds: tuple[int, int], limit: float, bounded: bool = True
     ) -> State | None:
         """The state at `level` with `place` after an effect, if it may lead to a program below the limit. bounded: its estimate is wanted."""
-        const, forward_pre, forward, backward_pre, backward, grown = effect
-        memory, limits = tuple(map(add, state.memory, grown)), self.limits
+        memory, limits = tuple(map(add, state.memory, effect.memory)), self.limits
         if limits is not None and not all(map(le, map(add, memory, self._left[level]), limits)):
             self.unfit += 1
             return None
-        cost = state.cost + const
-        if forward_pre is None:
-            forward = tuple(map(add, state.forward, forward))
-        else:
-            cost += max(map(add, state.forward, forward_pre))
-        if backward_pre is None:
-            backward = tuple(map(add, state.backward, backward))
-        else:
-            cost += max(map(add, state.backward, backward_pre))
+        cost, forward, backward = after(state.cost, state.forward, state.backward, effect)
         if cost >= limit:
             self.bounded += 1
             return None
@@ -300,10 +308,7 @@ class Synthesis:
         return State(level, place, cost, forward, backward, memory, estimate, spent, state, move, rounds)
 
     def dominates(self, a: State, b: State) -> bool:
-        if self.limits is not None and not all(map(le, a.memory, b.memory)):
-            return False
-        more = max(map(sub, a.forward, b.forward)) + max(map(sub, a.backward, b.backward))
-        return bool(a.cost + more <= b.cost + 1e-13 * b.estimate)
+        return (self.limits is None or all(map(le, a.memory, b.memory))) and no_dearer(a, b)
 
     def kin(self, state: State) -> int:
         """Where its large values are: what else there is can be elsewhere for little."""
@@ -337,11 +342,5 @@ class Synthesis:
         """Per level, bytes per kind that the steps from there on need at least."""
         left = [self.zero]
         for step in reversed(self.problem.steps):
-            new = {n for n, _, _ in step.live}
-            masks = []
-            for name, slot in zip(step.tensors, step.kind.slots, strict=True):
-                first = bool(slot.table.stored) and name not in new
-                masks.append(slot.fixed if slot.fixed is not None else 0 if first else slot.table.full)
-            needed = [m.effect.memory for c in range(len(step.kind.choices)) for m in self.moves.at(step.kind, tuple(masks), c)]
-            left.append(plus(left[-1], tuple(map(min, zip(*needed, strict=True))) if needed else self.zero))
+            left.append(plus(left[-1], least_memory(step, self.moves)))
         return left[::-1]

@@ -71,6 +71,21 @@ def compose(a: Effect, b: Effect) -> Effect:
     return _new(Effect, (const, forward_pre, forward, backward_pre, backward, memory))
 
 
+def after(cost: float, forward: Vector, backward: Vector, effect: Effect) -> tuple[float, Vector, Vector]:
+    """Cost and pending compute of a partial program after an effect."""
+    const, forward_pre, ahead, backward_pre, back, _ = effect
+    cost += const
+    if forward_pre is None:
+        ahead = tuple(map(add, forward, ahead))
+    else:
+        cost += max(map(add, forward, forward_pre))
+    if backward_pre is None:
+        back = tuple(map(add, backward, back))
+    else:
+        cost += max(map(add, backward, backward_pre))
+    return cost, ahead, back
+
+
 def repeated(once: Effect, times: int) -> Effect:
     """An effect `times` (at least 1) after another, by squaring."""
     result: Effect | None = None

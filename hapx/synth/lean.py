@@ -19,23 +19,24 @@ a program is complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import add, le, truediv
 
 import numpy as np
 
 from hapx.cost.memory import base_of, checkpoints
 from hapx.cost.model import CostModel
+from hapx.cost.once import once
 from hapx.cost.terms import Vector as Bytes
 from hapx.cost.transients import UPDATE_TEMPORARIES
-from hapx.ir import Kind
+from hapx.ir import Graph, Kind, TensorRef
 from hapx.layout import Lengths
 from hapx.plan import ProgramKey
-from hapx.states import Invariant
+from hapx.states import Invariant, Placement
 from hapx.synth.astar import Front, Statistics, Width, beam
 from hapx.synth.domain import Following, State
 from hapx.synth.effect import Vector
-from hapx.synth.moments import Moments, made
+from hapx.synth.moments import Moments, made, partial
 from hapx.synth.moves import Move
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
@@ -60,6 +61,8 @@ def leanest(problem: Problem, exact: CostModel, lengths: Lengths, key: ProgramKe
 class Lean:
     """The domain of the beam. Estimates are the part that the peak so far is of what may be used; `spent`: the same of all that stays."""
 
+    moments: type[Moments] = Moments
+
     def __init__(self, problem: Problem, exact: CostModel, lengths: Lengths, only: Mapping[int, Mask] | None = None):
         self.problem, self.exact, self.kinds, self.only = problem, exact, len(exact.kinds), only
         self.capacity: Vector = tuple(exact.capacity.tolist())
@@ -68,13 +71,14 @@ class Lean:
         self.region = [-1] * self.depth
         for number, own in enumerate(checkpoints(exact.graph) if training else ()):
             self.region[own.start : own.stop] = [number] * (own.stop - own.start)
-        self.moves = [Moments(problem, exact, lengths, self._levels(within), within) for within in (False, True)]
+        self.moves = [self.moments(problem, exact, lengths, self._levels(within), within) for within in (False, True)]
         self.following = [Following(problem, moves, arrays=False) for moves in self.moves]
         self.training, self.local, self.kept, self.none = training, self.moves[0].local, self.moves[0].kept, self.moves[0].none
         on_cpu, at_once = self.local.cpu, UPDATE_TEMPORARIES[exact.optimizer.lower()][1] if training else 0.0
         self.update: Vector = tuple(np.where(on_cpu, 0.0, at_once).tolist())  # what it takes, per byte of gradients
         problem.repetition = problem.repetition or Repetition(problem.steps)
         self.repetition: Repetition = problem.repetition
+        self.reaching = reaching(exact.graph)
         self._sizes: dict[tuple[str, int], tuple[Bytes, Bytes]] = {}
         self._live: list[dict[int, Sizes]] = [{} for _ in range(self.depth + 1)]
 
@@ -187,8 +191,26 @@ class Lean:
             places = [table.placements[p] for p in made(table, mask)]
             if ref.kind is Kind.PARAMETER:
                 places = [p for p in places if not any(isinstance(s, Invariant) for s in p.states)]
-            size = sum((self.local.part(p, float(ref.bytes)) for p in places), self.none)
-            alone = ref.kind is Kind.PARAMETER or (ref.kind is Kind.VALUE and name not in self.kept and base_of(graph, name) is None)
-            has_cotangent = ref.kind is not Kind.PARAMETER and ref.requires_grad
-            self._sizes[key] = size if alone else self.none, size if has_cotangent else self.none
+            size, alone = self._all_of(ref, places), self.none
+            if ref.kind is Kind.PARAMETER or (ref.kind is Kind.VALUE and name not in self.kept and base_of(graph, name) is None):
+                alone = size
+            elif ref.kind is Kind.VALUE and name not in self.moves[0].twice and base_of(graph, name) is None:  # Partial ones are not kept
+                alone = self._all_of(ref, list(filter(partial, places)))
+            has_cotangent = ref.kind is not Kind.PARAMETER and ref.requires_grad and name in self.reaching
+            self._sizes[key] = alone, size if has_cotangent else self.none
         return self._sizes[key]
+
+    def _all_of(self, ref: TensorRef, places: Iterable[Placement]) -> Bytes:
+        return sum((self.local.part(p, float(ref.bytes)) for p in places), self.none)
+
+
+@once
+def reaching(graph: Graph) -> frozenset[str]:
+    """Names of what the roots of backward are computed from: nothing else has a cotangent."""
+    found, waiting = set(graph.roots), list(graph.roots)
+    while waiting:
+        producer = graph.producer.get(waiting.pop())
+        more = [n for n in graph.nodes[producer].call.refs() if n not in found] if producer is not None else []
+        found.update(more)
+        waiting += more
+    return frozenset(found)

@@ -28,7 +28,7 @@ from hapx.plan import Communication
 from hapx.states import Partial, Placement
 from hapx.synth.conversions import Converted
 from hapx.synth.effect import Effect
-from hapx.synth.moves import Moves, Option
+from hapx.synth.moves import Moves, Option, Use
 from hapx.synth.problem import Problem, StepClass
 from hapx.synth.tables import Edge, Kept, TensorTable, bits
 
@@ -54,6 +54,8 @@ class Moments(Moves):
         self.nothing = self.nothing._replace(memory=(0.0,) * (len(PARTS) * len(exact.kinds)))
         self._free: dict[tuple[int, int, int], Effect] = {}
         self._hop_of: dict[int, Hop] = {}
+        self._free_hops: dict[tuple[int, int, int], tuple[Hop, ...]] = {}
+        self._conversion_hops: dict[tuple[int, int], tuple[Hop, ...]] = {}
 
     def effect(self, kind: StepClass, choice: int) -> Effect:
         key = id(kind), choice
@@ -98,9 +100,9 @@ class Moments(Moves):
             return self.none
         graph = self.exact.graph
         made = [o for o in node.outputs if allocates(graph, o.name, kept)]
-        sizes = [(o.name, float(o.bytes)) for o in made if not _partial(places[o.name]) or (kept is self.kept and o.name in self.twice)]
+        sizes = [(o.name, float(o.bytes)) for o in made if not partial(places[o.name]) or (kept is self.kept and o.name in self.twice)]
         if not forgets:
-            reads = [name for name in dict.fromkeys(saved(node, graph)) if graph.refs[name].kind is Kind.VALUE and _partial(places[name])]
+            reads = [name for name in dict.fromkeys(saved(node, graph)) if graph.refs[name].kind is Kind.VALUE and partial(places[name])]
             sizes += [*hidden(graph, node), *((name, float(graph.refs[name].bytes)) for name in reads)]
         return self.exact.in_flight * self.local.sum(tuple(sizes), places)
 
@@ -130,7 +132,7 @@ class Moments(Moves):
         ref, at = table.ref, table.placements[target]
         size, hops = self.local.part(at, float(ref.bytes)), self._along(table, source, path.edges)
         s = r = self.none
-        if path.holds and not _partial(at):
+        if path.holds and not partial(at):
             s = self.exact.in_flight * size if ref.name in self.kept and ref.name not in self.twice else self.none
             r = size if self.within and not s.any() and ref.name in self.inside else self.none
         f = b = before = self.none
@@ -160,6 +162,24 @@ class Moments(Moves):
     def _hops(self, table: TensorTable, source: int, path: tuple[Communication, ...]) -> tuple[Hop, ...]:
         return route_of(table.ref, table.placements[source], path, self.local, enters=table.ref.kind is Kind.PARAMETER).hops
 
+    def hops_of(self, table: TensorTable, mask: int, use: Use) -> tuple[Hop, ...]:
+        """The steps that make an operand available, of what is."""
+        first = use.target if use.conversion is None else use.conversion.source
+        hops: tuple[Hop, ...] = ()
+        there = made(table, mask)
+        if first not in there:
+            source = next(p for p in there if table.closure(p) >> first & 1)
+            key = id(table), source, first
+            if key not in self._free_hops:
+                self._free_hops[key] = self._hops(table, source, table.free_path(source, first))
+            hops = self._free_hops[key]
+        if use.conversion is not None and not mask >> use.target & 1:
+            own = id(table), id(use.conversion)  # which its table keeps
+            if own not in self._conversion_hops:
+                self._conversion_hops[own] = self._hops(table, first, use.conversion.path)
+            hops += self._conversion_hops[own]
+        return hops
+
     def _has_cotangent(self, ref: TensorRef) -> bool:
         return self.training and ref.requires_grad and ref.dtype in FLOATING
 
@@ -172,5 +192,6 @@ def made(table: TensorTable, mask: int) -> list[int]:
     return [p for own, p in found.items() if not any(own != other and own & other == own for other in found)]
 
 
-def _partial(placement: Placement) -> bool:
+def partial(placement: Placement) -> bool:
+    """Whether it is summed along some axis."""
     return any(isinstance(s, Partial) for s in placement.states)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,6 +70,6 @@ def test_improve_finds_the_best_of_few_units():
 @given(st.integers(3, 60), st.integers(0, 60))
 def test_fit_respects_memory(units, limit):
     kinds, cut = ((0,), (1,)), Cut(ROW, units)
-    after = fit({cut: (units, 0)}, kinds, lambda n: n[cut][0] / max(limit, 1) - 1, [cut])
+    after = fit({cut: (units, 0)}, kinds, lambda n: np.array([n[cut][0] / max(limit, 1), 0.0]), [cut])
     assert sum(after[cut]) == units
     assert after[cut][0] <= max(limit, 1)

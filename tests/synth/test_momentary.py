@@ -1,0 +1,100 @@
+"""The fastest program whose peak fits: what a beam takes peaks to be, and whether it misses programs that an exhaustive walk finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.planning_cases import case as random_case
+from benchmarks.random_graphs import random_graph
+from hapx.balancer.rounding import Lengths, per_device, round_ratios
+from hapx.cost.model import CostModel
+from hapx.fitting import Fitting
+from hapx.graph.capture import capture
+from hapx.ir import Graph
+from hapx.planner import key_of, views
+from hapx.restriction import AUTO
+from hapx.synth.astar import Statistics
+from hapx.synth.domain import State
+from hapx.synth.momentary import Momentary
+from hapx.synth.problem import build
+from hapx.synth.writer import Solution, solution
+from hapx.theory.derive import derive
+from hapx.theory.discover import discover
+from support.clusters import FOUR
+from support.models import GPT
+
+EVERYTHING = 5_000  # partial programs
+
+
+class Case:
+    """A graph on a cluster, flat, at lengths in proportion to speed. bytes: of every device's memory."""
+
+    def __init__(self, graph: Graph, bytes_: float, seed: int | None = None):
+        cluster = FOUR if seed is None else random_case(seed).setting.cluster
+        cluster = replace(cluster, device_types={n: replace(t, memory=int(bytes_)) for n, t in cluster.device_types.items()})
+        theory = derive(graph, views(cluster, AUTO)[0])
+        self.costs, self.key = CostModel(theory, cluster, "fp32", "adamw", "train"), key_of(graph)
+        self.problem = build(theory, self.costs, AUTO)
+        rows = [theory.mesh.row(0, kind, 0) for kind in ("compute", "storage")]
+        shares = per_device(self.costs.speeds.tolist(), self.costs.kinds)
+        self.lengths: Lengths = round_ratios(dict.fromkeys(rows, shares), sorted(self.problem.cuts, key=str))
+        self.fitting = Fitting(theory, self.costs, self.key)
+        self.domain = Momentary(self.problem, self.costs.at_lengths(self.lengths), self.lengths)
+
+    def part(self, own: Solution) -> float:
+        return float((self.fitting.peak(own, self.lengths)[0] / self.fitting.capacity).max())
+
+    def fastest(self, part: float = 1.0) -> list[Solution]:
+        return list(self.domain.fastest(self.key, Statistics(), part))
+
+
+def taken(domain: Momentary, last: State) -> float:
+    """The part of what may be used that a complete program takes, by what the beam knows."""
+    n = domain.kinds
+    k, g, *_, f, b = (np.array(last.memory[i * n : (i + 1) * n]) for i in range(6))
+    update = k + (1.0 + np.array(domain.update)) * g
+    return float((np.maximum(np.maximum(f, b), update) / np.array(domain.capacity)).max())
+
+
+def test_peaks_of_partial_programs_become_those_of_programs() -> None:
+    model = GPT(100, 32, 4, 2, 16)
+    own = Case(discover(capture(model, model.example(8))), 10 * 2**20)
+    roomy = min(own.part(found) for found in own.fastest(1.0))
+    for part in (1.2 * roomy, roomy, 0.8 * roomy, 0.6 * roomy):
+        for found in own.fastest(part)[:3]:
+            state = next(s for s in own.domain.complete if solution(own.problem, s, 0.0, own.key, Statistics()).choices == found.choices)
+            assert taken(own.domain, state) <= part
+            assert taken(own.domain, state) == pytest.approx(own.part(found), rel=0.08)
+
+
+def everything(own: Case) -> list[tuple[float, float]]:
+    """(seconds, part of what may be used) of all programs: nothing is left out for its memory, and nothing dominates."""
+    domain, found, waiting = own.domain, [], [own.domain.start()]
+    domain.most, domain.below, made = (float("inf"),) * domain.kinds, float("inf"), 0
+    while waiting:
+        state = waiting.pop()
+        if state.level == domain.depth:
+            found.append((state.estimate, own.part(solution(own.problem, state, state.estimate, own.key, Statistics()))))
+            continue
+        waiting += domain.successors(state, float("inf"))
+        made += 1
+        assert made < EVERYTHING, "another seed"
+    return found
+
+
+@pytest.mark.parametrize("seed", [5, 13])
+def test_nothing_that_fits_is_faster(seed: int) -> None:
+    """At several limits, the first of its programs that fits beside the fastest of all that do."""
+    graph = random_graph(seed, operators=3, batch=48, widths=(8, 16))
+    own = Case(graph, 64 * sum(r.bytes for r in graph.refs.values()), seed)
+    programs = sorted(everything(own))
+    least, fast = min(part for _, part in programs), programs[0][1]
+    assert fast > 1.05 * least, "memory makes a difference"
+    for part in np.linspace(least, fast, 6)[1:-1]:
+        best = next(seconds for seconds, taken_ in programs if taken_ <= part)
+        met = [f.cost for times in (1.0, 1.2, 1.6) for f in own.fastest(times * part) if own.part(f) <= part]
+        assert met, "something fits"
+        assert min(met) <= best * (1 + 1e-9)
