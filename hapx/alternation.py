@@ -175,7 +175,6 @@ class Alternation:
         self.peaks = ByPeaks(self.problem, self.fitting, self._goal, [c for c in self.cuts if self.free and c not in self.fixed])
         self.beams = self.small and not setting.within and self.costs.in_flight == self.costs.repeats == 1  # whether they look for what fits
         self.beamed: set[tuple[tuple[int, ...], ...]] = set()  # lengths, as in `searched`, at which they did
-        self.taken: set[tuple[int, tuple[tuple[Cut, tuple[int, ...]], ...]]] = set()  # programs, by identity, and lengths from which it went downhill
         self._generated = counters.search.generated  # partial programs, before
         self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
         capacity = np.asarray(self.costs.capacity)
@@ -276,10 +275,6 @@ class Alternation:
         if not self.binds and self.fitting.spares(goal.memory(self._shares(candidate.lengths, goal.cuts))):
             return
         movable = [c for c in goal.cuts if c not in self.fixed]
-        begun = id(candidate.program), tuple((c, candidate.lengths[c]) for c in movable)
-        if not movable or begun in self.taken:
-            return
-        self.taken.add(begun)
 
         def deal(ratios: Mapping[Row, Vector]) -> Lengths:
             dealt = self._lengths(ratios)
@@ -402,7 +397,7 @@ class Alternation:
         for name in BY_NAME:
             known_as = BASELINES[name]
             own = replace(rule, split=known_as.split, storage=known_as.storage, sfb=known_as.sfb)
-            before = self._best().cost if self.found else inf
+            before = self._least()
             with suppress(InsufficientMemoryError, PlanError):  # something else may fit
                 other = Alternation(replace(self.setting, rule=own, old=None), self.theory, self.counters, self.told, costs=self.costs)
                 other.beams = False  # of fewer programs than here
@@ -495,6 +490,10 @@ class Alternation:
 
     def _best(self) -> Candidate:
         return min(self.found.values(), key=attrgetter("cost"))
+
+    def _least(self) -> float:
+        """Its cost, if anything was found."""
+        return self._best().cost if self.found else inf
 
     def _by_kind(self, shares: Mapping[Row, tuple[float, ...]]) -> dict[Row, Vector]:
         """Shares per coordinate as shares per kind; of a row without shares, proportional to speed."""
@@ -590,7 +589,7 @@ class Alternation:
             self.searched.add(at)
             self.counters.alternations += 1
             self.told("searching", best)
-            solution, others = self._solutions(lengths, above if best == inf else inf, min([known, *(c.cost for c in self.found.values())]))
+            solution, others = self._solutions(lengths, above if best == inf else inf, min(known, self._least()))
             if solution is None and not others:
                 return "hopeless"
             if solution is not None:
@@ -682,9 +681,6 @@ class Alternation:
         finest = {c.row: c for c in sorted(cuts, key=attrgetter("units"))}
         own = {row: np.array([np.mean([lengths[c][i] for i in kind]) / c.units for kind in self.kinds]) for row, c in finest.items()}
         return self._by_kind({}) | own
-
-    def _least(self) -> float:
-        return min((c.cost for c in self.found.values()), default=inf)
 
     def _by_sums(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...]]:
         """The same, by searches that know sums of memory."""

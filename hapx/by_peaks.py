@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import islice, permutations
 
 import numpy as np
@@ -57,13 +56,11 @@ class ByPeaks:
         """Of programs, the fastest first: the first one that does not fit, if units can be moved until it does, and the first one that fits."""
         nearest: Solution | None = None
         for own in islice(found, LOOKED):
-            shares = self.problem.costs.lengths_to_shares({c: lengths[c] for c in self.goal(own).cuts})
-            summed = replace(own, memory=tuple(self.goal(own).memory(shares).tolist()))
-            if self.fitting.holds(summed, lengths):
-                yield summed, lengths
+            if self.fitting.holds(own, lengths):
+                yield own, lengths
                 break
             if nearest is None and self._moved[own.choices] < TIMES:
-                nearest = summed
+                nearest = own
         if nearest is not None:
             self._moved[nearest.choices] += 1
             fitting = self._made_to_fit(nearest, lengths)

@@ -67,17 +67,6 @@ def no_dearer(a: State, b: State) -> bool:
     return bool(a.cost + more <= b.cost + 1e-13 * b.estimate)
 
 
-def least_memory(step: Step, moves: Moves) -> Vector:
-    """Bytes that a step allocates at least, whatever is available before it."""
-    live = {name for name, _, _ in step.live}
-    masks = []
-    for name, slot in zip(step.tensors, step.kind.slots, strict=True):
-        first = bool(slot.table.stored) and name not in live
-        masks.append(slot.fixed if slot.fixed is not None else 0 if first else slot.table.full)
-    found = [m.effect.memory for choice in range(len(step.kind.choices)) for m in moves.at(step.kind, tuple(masks), choice)]
-    return tuple(map(min, zip(*found, strict=True))) if found else moves.nothing.memory
-
-
 class Reached(NamedTuple):
     """The moves of a choice with the bits of a partial program that they set. effects: theirs, where there are many moves."""
 
@@ -342,5 +331,11 @@ class Synthesis:
         """Per level, bytes per kind that the steps from there on need at least."""
         left = [self.zero]
         for step in reversed(self.problem.steps):
-            left.append(plus(left[-1], least_memory(step, self.moves)))
+            new = {n for n, _, _ in step.live}
+            masks = []
+            for name, slot in zip(step.tensors, step.kind.slots, strict=True):
+                first = bool(slot.table.stored) and name not in new
+                masks.append(slot.fixed if slot.fixed is not None else 0 if first else slot.table.full)
+            needed = [m.effect.memory for c in range(len(step.kind.choices)) for m in self.moves.at(step.kind, tuple(masks), c)]
+            left.append(plus(left[-1], tuple(map(min, zip(*needed, strict=True))) if needed else self.zero))
         return left[::-1]

@@ -50,7 +50,6 @@ class Momentary(Lean):
         self.bound = Bound(problem, Moves(problem, problem.costs.lengths_to_shares(lengths), False))
         self.zero: Vector = (0.0,) * problem.terms.kinds
         self.most, self.below = self.capacity, inf
-        self.zeros: Vector = (0.0,) * self.kinds
         self.complete: list[State] = []
         self._moments: dict[tuple[int, int, int], Moment] = {}
 
@@ -137,7 +136,7 @@ class Momentary(Lean):
             k, g, kept = own.parameters[i], own.gradients[i], old[i] + own.parameters[i] + old[2 * n + i]
             forward.append(max(old[4 * n + i] + k, kept + live[i] + own.forward[i]))
             backward.append(max(old[5 * n + i] + k + g, kept + cotangents[i] + own.backward[i]) if self.training else 0.0)
-        return (*stays, *self.zeros, *forward, *backward)
+        return (*stays, *[0.0] * n, *forward, *backward)
 
     def _fits(self, level: int, memory: Vector) -> bool:
         n, left = self.kinds, self.left[level]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +13,7 @@ from benchmarks.planning_cases import case as random_case
 from hapx.alternation import Alternation, Counters, Setting
 from hapx.balancer.lp import Objective, objective
 from hapx.balancer.rounding import Lengths, per_device, round_ratios
-from hapx.cluster.spec import ClusterSpec
-from hapx.cost.model import CostModel
 from hapx.cost.remat import with_blocks
-from hapx.fitting import Fitting
 from hapx.graph.capture import capture
 from hapx.ir import Graph
 from hapx.planner import key_of, views
@@ -24,11 +21,11 @@ from hapx.progress import Teller
 from hapx.restriction import AUTO, BASELINES
 from hapx.squeezing import Ratios, Squeezing, Tight
 from hapx.synth.lean import Lean, leanest
-from hapx.synth.problem import Problem, build
 from hapx.synth.search import least_memory
 from hapx.synth.writer import Solution
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
+from support.at_lengths import AtLengths, at_lengths
 from support.clusters import FOUR
 from support.models import GPT, MLP
 
@@ -36,34 +33,14 @@ from support.models import GPT, MLP
 SCARCE = replace(FOUR, device_types={name: replace(kind, memory=300 * 2**10) for name, kind in FOUR.device_types.items()})
 
 
-@dataclass
-class Case:
-    problem: Problem
-    costs: CostModel
-    fitting: Fitting
-    lengths: Lengths
-
-    def leanest(self) -> Solution:
-        found = leanest(self.problem, self.costs.at_lengths(self.lengths), self.lengths, self.fitting.key)
-        assert found is not None
-        return found
-
-    def least_sum(self) -> Solution:
-        return least_memory(self.problem, self.costs.lengths_to_shares(self.lengths), tuple(self.fitting.capacity), self.fitting.key)
-
-    def part(self, own: Solution) -> float:
-        """The peak of the fullest device, of what may be used."""
-        return float((self.fitting.peak(own, self.lengths)[0] / self.fitting.capacity).max())
+def leanest_of(own: AtLengths) -> Solution:
+    found = leanest(own.problem, own.exact, own.lengths, own.fitting.key)
+    assert found is not None
+    return found
 
 
-def case(graph: Graph, cluster: ClusterSpec, shares: str) -> Case:
-    theory = derive(graph, views(cluster, AUTO)[0])
-    costs = CostModel(theory, cluster, "fp32", "adamw", "train")
-    problem = build(theory, costs, AUTO)
-    own = costs.speeds if shares == "speed" else np.full(len(costs.sizes), 1 / sum(costs.sizes))
-    rows = [theory.mesh.row(0, kind, 0) for kind in ("compute", "storage")]
-    lengths = round_ratios({row: per_device(own.tolist(), costs.kinds) for row in rows}, sorted(problem.cuts, key=str))
-    return Case(problem, costs, Fitting(theory, costs, key_of(graph)), lengths)
+def least_sum(own: AtLengths) -> Solution:
+    return least_memory(own.problem, own.costs.lengths_to_shares(own.lengths), tuple(own.fitting.capacity), own.fitting.key)
 
 
 @pytest.fixture(scope="module")
@@ -74,29 +51,29 @@ def gpt() -> Graph:
 
 @pytest.mark.parametrize("shares", ["even", "speed"])
 def test_the_peak_of_a_partial_program_becomes_that_of_the_program(gpt: Graph, shares: str) -> None:
-    own = case(gpt, SCARCE, shares)
-    found = own.leanest()
+    own = at_lengths(gpt, SCARCE, shares)
+    found = leanest_of(own)
     assert found.cost == pytest.approx(own.part(found), rel=0.05)
 
 
 def test_blocks_that_are_computed_again_take_less(gpt: Graph) -> None:
-    plain, thrifty = case(gpt, SCARCE, "even"), case(with_blocks(gpt), SCARCE, "even")
-    found = thrifty.leanest()
+    plain, thrifty = at_lengths(gpt, SCARCE, "even"), at_lengths(with_blocks(gpt), SCARCE, "even")
+    found = leanest_of(thrifty)
     assert found.cost == pytest.approx(thrifty.part(found), rel=0.25)
-    assert thrifty.part(found) < 0.9 * plain.part(plain.leanest())
+    assert thrifty.part(found) < 0.9 * plain.part(leanest_of(plain))
 
 
 def test_it_is_no_larger_than_that_of_the_least_sum(gpt: Graph) -> None:
     for graph in (gpt, with_blocks(gpt)):
         for shares in ("even", "speed"):
-            own = case(graph, SCARCE, shares)
-            assert own.part(own.leanest()) <= 1.1 * own.part(own.least_sum())
+            own = at_lengths(graph, SCARCE, shares)
+            assert own.part(leanest_of(own)) <= 1.1 * own.part(least_sum(own))
 
 
 def test_partial_peaks_never_fall() -> None:
     model = MLP((16, 16, 16), dtype=torch.float32)
-    own = case(discover(capture(model, model.example(8))), SCARCE, "even")
-    domain = Lean(own.problem, own.costs.at_lengths(own.lengths), own.lengths)
+    own = at_lengths(discover(capture(model, model.example(8))), SCARCE, "even")
+    domain = Lean(own.problem, own.exact, own.lengths)
 
     def paths(depth: int) -> Iterator[float]:
         state = domain.start()
@@ -111,7 +88,7 @@ def test_partial_peaks_never_fall() -> None:
 
 
 def test_other_ratios_take_the_peak_down(gpt: Graph) -> None:
-    own = case(gpt, SCARCE, "speed")
+    own = at_lengths(gpt, SCARCE, "speed")
     rows = [own.problem.theory.mesh.row(0, kind, 0) for kind in ("compute", "storage")]
     one = np.array([1.0 if k == 0 else 0.0 for k in range(len(own.costs.sizes))]) / own.costs.sizes[0]  # all of it on one kind
     movable = sorted(own.problem.cuts, key=str)
@@ -164,6 +141,6 @@ def test_in_very_small_problems_other_families_of_programs_may_lead_to_less(seed
 
 
 def test_a_family_that_cannot_do_a_step_leads_nowhere(gpt: Graph) -> None:
-    own = case(gpt, SCARCE, "even")
+    own = at_lengths(gpt, SCARCE, "even")
     nothing = {id(step.kind): np.zeros(len(step.kind.choices), dtype=bool) for step in own.problem.steps}
     assert leanest(own.problem, own.costs.at_lengths(own.lengths), own.lengths, own.fitting.key, nothing) is None

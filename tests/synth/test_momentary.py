@@ -9,20 +9,15 @@ import pytest
 
 from benchmarks.planning_cases import case as random_case
 from benchmarks.random_graphs import random_graph
-from hapx.balancer.rounding import Lengths, per_device, round_ratios
-from hapx.cost.model import CostModel
-from hapx.fitting import Fitting
+from hapx.cluster.spec import ClusterSpec
 from hapx.graph.capture import capture
 from hapx.ir import Graph
-from hapx.planner import key_of, views
-from hapx.restriction import AUTO
 from hapx.synth.astar import Statistics
 from hapx.synth.domain import State
 from hapx.synth.momentary import Momentary
-from hapx.synth.problem import build
 from hapx.synth.writer import Solution, solution
-from hapx.theory.derive import derive
 from hapx.theory.discover import discover
+from support.at_lengths import at_lengths
 from support.clusters import FOUR
 from support.models import GPT
 
@@ -30,22 +25,13 @@ EVERYTHING = 5_000  # partial programs
 
 
 class Case:
-    """A graph on a cluster, flat, at lengths in proportion to speed. bytes: of every device's memory."""
+    """A problem at lengths in proportion to speed, and the beam. bytes_: of every device's memory."""
 
-    def __init__(self, graph: Graph, bytes_: float, seed: int | None = None):
-        cluster = FOUR if seed is None else random_case(seed).setting.cluster
-        cluster = replace(cluster, device_types={n: replace(t, memory=int(bytes_)) for n, t in cluster.device_types.items()})
-        theory = derive(graph, views(cluster, AUTO)[0])
-        self.costs, self.key = CostModel(theory, cluster, "fp32", "adamw", "train"), key_of(graph)
-        self.problem = build(theory, self.costs, AUTO)
-        rows = [theory.mesh.row(0, kind, 0) for kind in ("compute", "storage")]
-        shares = per_device(self.costs.speeds.tolist(), self.costs.kinds)
-        self.lengths: Lengths = round_ratios(dict.fromkeys(rows, shares), sorted(self.problem.cuts, key=str))
-        self.fitting = Fitting(theory, self.costs, self.key)
-        self.domain = Momentary(self.problem, self.costs.at_lengths(self.lengths), self.lengths)
-
-    def part(self, own: Solution) -> float:
-        return float((self.fitting.peak(own, self.lengths)[0] / self.fitting.capacity).max())
+    def __init__(self, graph: Graph, bytes_: float, cluster: ClusterSpec):
+        types = {name: replace(kind, memory=int(bytes_)) for name, kind in cluster.device_types.items()}
+        at = at_lengths(graph, replace(cluster, device_types=types), "speed")
+        self.problem, self.key, self.part = at.problem, at.fitting.key, at.part
+        self.domain = Momentary(at.problem, at.exact, at.lengths)
 
     def fastest(self, part: float = 1.0) -> list[Solution]:
         return list(self.domain.fastest(self.key, Statistics(), part))
@@ -61,7 +47,7 @@ def taken(domain: Momentary, last: State) -> float:
 
 def test_peaks_of_partial_programs_become_those_of_programs() -> None:
     model = GPT(100, 32, 4, 2, 16)
-    own = Case(discover(capture(model, model.example(8))), 10 * 2**20)
+    own = Case(discover(capture(model, model.example(8))), 10 * 2**20, FOUR)
     roomy = min(own.part(found) for found in own.fastest(1.0))
     for part in (1.2 * roomy, roomy, 0.8 * roomy, 0.6 * roomy):
         for found in own.fastest(part)[:3]:
@@ -89,7 +75,7 @@ def everything(own: Case) -> list[tuple[float, float]]:
 def test_nothing_that_fits_is_faster(seed: int) -> None:
     """At several limits, the first of its programs that fits beside the fastest of all that do."""
     graph = random_graph(seed, operators=3, batch=48, widths=(8, 16))
-    own = Case(graph, 64 * sum(r.bytes for r in graph.refs.values()), seed)
+    own = Case(graph, 64 * sum(r.bytes for r in graph.refs.values()), random_case(seed).setting.cluster)
     programs = sorted(everything(own))
     least, fast = min(part for _, part in programs), programs[0][1]
     assert fast > 1.05 * least, "memory makes a difference"
