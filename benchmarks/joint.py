@@ -28,13 +28,14 @@ from rich.table import Table
 
 from benchmarks.markdown import markdown
 from benchmarks.planning_cases import Case, case
-from hapx.alternation import Alternation, Counters
+from hapx.alternation import Alternation
 from hapx.carried import goal_of
 from hapx.cluster.spec import ClusterSpec, Link
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
 from hapx.planner import plan_spmd
 from hapx.progress import Teller
+from hapx.setting import Counters
 from hapx.states import Row
 from hapx.synth.search import HOPELESS
 from hapx.theory.derive import derive
@@ -72,9 +73,9 @@ def measure(seed: int) -> Result:
     reference = Alternation(problem.setting, theory, searches, Teller(None, searches.search, problem.mesh.name, 1, 1, infinite))
     for ratios in restarts(reference, seed):
         with suppress(InsufficientMemoryError):
-            reference._alternate(ratios, infinite)
+            reference.alternate(ratios, infinite)
     if reference.found:
-        reference._descend(infinite)
+        reference.descend(infinite)
     best = min([own, *(c.cost for c in reference.found.values() if c.fits), *_from_others(problem, reference)])
     seconds = (between - began, time.process_time() - between)
     ended = tuple(sorted(counters.ended.items()))

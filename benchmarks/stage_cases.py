@@ -13,13 +13,13 @@ from functools import cached_property
 from typing import Any
 
 from benchmarks.workloads import CLUSTERS, example_module, machines
-from hapx.alternation import Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.graph.capture import capture
 from hapx.graph.captures import first_rows
 from hapx.ir import Graph
 from hapx.planner import key_of
 from hapx.restriction import AUTO, Restriction
+from hapx.setting import Setting
 from hapx.theory.normalise import MixedSamplesWarning, normalised
 
 PRECISION, OPTIMIZER = "fp32", "adamw"

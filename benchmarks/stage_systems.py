@@ -26,7 +26,6 @@ from unittest.mock import patch
 
 from benchmarks.stage_cases import OPTIMIZER, PRECISION, Case
 from hapx import climbing, inter_op
-from hapx.alternation import Counters
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.remat import with_blocks
 from hapx.errors import InsufficientMemoryError
@@ -38,6 +37,7 @@ from hapx.predict import predictions
 from hapx.put_together import SMALL
 from hapx.restriction import AUTO, Restriction
 from hapx.scarcity import lacks_memory
+from hapx.setting import Counters
 from hapx.stage_prices import Asker
 from hapx.stages.clustering import Layers, equal_operators, find_layers
 from hapx.stages.costs import ONE_F_ONE_B, Answer, Pipeline, Prices

@@ -18,8 +18,8 @@ from hapx.theory.discover import discover
 from hapx.theory.normalise import normalised
 
 if TYPE_CHECKING:
-    from hapx.alternation import Setting
     from hapx.graph.captures import Captures
+    from hapx.setting import Setting
 
 SMALLER = (2, 4, 8)  # parts of the batch that are tried as a batch where nothing fits, the largest first,
 MICRO_BATCHES = (2, 4, 8, 16, 32)  # and numbers of micro-batches

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import replace
 
-from hapx.alternation import Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.plan import Plan
 from hapx.put_together import PUT_TOGETHER, Made, put_together
+from hapx.setting import Setting
 from hapx.stage_prices import PLAIN, Asker
 from hapx.stages.clustering import finer
 from hapx.stages.costs import Pipeline, Prices

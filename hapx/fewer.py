@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from hapx.alternation import Counters, Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.errors import InsufficientMemoryError, PlanError
 from hapx.inter_op import at_full_speed
 from hapx.plan import Plan
 from hapx.planner import plan_spmd, views
+from hapx.setting import Counters, Setting
 from hapx.stages.submeshes import shape_of
 from hapx.theory.discover import discover
 

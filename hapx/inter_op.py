@@ -17,7 +17,6 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from hapx.alternation import Setting
 from hapx.climbing import climbed, faster, in_parts, is_short, is_tight, key_of
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.ir import Graph
@@ -28,6 +27,7 @@ from hapx.put_together import PUT_TOGETHER, SMALL, Made, look_ahead, polished, p
 from hapx.restriction import Restriction
 from hapx.scarcity import lacks_memory
 from hapx.seen import Seen, remembered
+from hapx.setting import Setting
 from hapx.stage_prices import Asker
 from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, eager

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from hapx.alternation import Counters, Setting
 from hapx.errors import PlanError
 from hapx.ir import Graph, Kind
 from hapx.layout import Lengths
@@ -24,6 +23,7 @@ from hapx.plan import VERSION, Copy, Mesh, Plan, Program, ProgramKey, Schedule, 
 from hapx.planner import plan_spmd
 from hapx.predict import Staged
 from hapx.schedules import Crossing, Style, check, crossings_between, groups_of, make
+from hapx.setting import Counters, Setting
 from hapx.simulate import StageTimes, stage_times
 from hapx.states import Row, Sharded
 

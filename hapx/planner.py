@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hapx.advice import advised
-from hapx.alternation import FEW_STEPS, MAY_FIT, Alternation, Counters, Setting, needless
+from hapx.alternation import Alternation, needless
 from hapx.balancer.borders import WORTH, Freed, free_borders
 from hapx.balancer.rounding import per_device
 from hapx.balancer.untied import Untied
@@ -40,13 +40,16 @@ from hapx.processes import without_collections
 from hapx.progress import Teller, Watcher
 from hapx.recompute import as_chosen, fastest
 from hapx.restriction import Restriction, restriction, with_remat
+from hapx.setting import Counters, Setting
 from hapx.simulate import iteration_time
 from hapx.stages.numbers import may_have_stages
+from hapx.starts import FEW_STEPS
 from hapx.synth.forbidden import NOTHING
 from hapx.synth.search import HOPELESS
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
 from hapx.theory.triple import Theory
+from hapx.turns import MAY_FIT
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,7 +15,6 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from hapx.alternation import Counters, Setting
 from hapx.carried import renamed
 from hapx.cost.memory import usable
 from hapx.cost.remat import chosen_blocks, with_blocks
@@ -28,6 +27,7 @@ from hapx.predict import Staged
 from hapx.processes import at_the_same_time
 from hapx.restriction import Restriction
 from hapx.schedules import Style, crossings_between, everywhere, hidings, in_flight, nearby, patient
+from hapx.setting import Counters, Setting
 from hapx.stage_prices import LEVELS, Asker, Planned, view_of
 from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline
 from hapx.stages.interleaved import INTERLEAVED

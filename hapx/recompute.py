@@ -23,12 +23,12 @@ from operator import attrgetter
 
 import numpy as np
 
-from hapx.alternation import Counters, Setting
 from hapx.carried import again, goal_of
 from hapx.cost.remat import most_blocks, with_blocks
 from hapx.errors import InsufficientMemoryError
 from hapx.lower import Candidate
 from hapx.plan import Mesh
+from hapx.setting import Counters, Setting
 from hapx.simulate import iteration_time
 
 ROOM = 10**6  # times the memory that there is: more than a mistyped unit lacks

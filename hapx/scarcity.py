@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from hapx.alternation import Setting
 from hapx.cost.memory import states_of
 from hapx.cost.model import CostModel
 from hapx.cost.remat import with_blocks
 from hapx.planner import views
+from hapx.setting import Setting
 from hapx.synth.domain import Synthesis
 from hapx.synth.problem import build
 from hapx.theory.derive import derive

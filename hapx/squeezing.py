@@ -2,7 +2,7 @@
 
 In: a problem, where to begin. Out: a program at lengths, with its peak. At every start the leanest program is looked for (`hapx.synth.lean`), in very
 small problems also among those that split the batch only, or the model; from the best one on, or the best few, in turns like the alternation
-(`hapx.alternation`),
+(`hapx.turns`),
 
     B <- the ratios at which the program's sum is least,    lengths <- rounded, moved by single units while that takes the peak down,    Q <- the
     leanest there,

@@ -17,7 +17,6 @@ from typing import Literal, cast
 
 import numpy as np
 
-from hapx.alternation import Counters, Setting
 from hapx.carried import again, carried
 from hapx.cluster.spec import Link
 from hapx.cost.liveness import peak, while_running
@@ -34,6 +33,7 @@ from hapx.plan import Mesh
 from hapx.planner import plan_spmd, views
 from hapx.processes import at_the_same_time
 from hapx.recompute import roomy
+from hapx.setting import Counters, Setting
 from hapx.simulate import run_times
 from hapx.stages.clustering import node_flops
 from hapx.stages.costs import ONE_F_ONE_B, UNLIMITED, Answer, Assigned, Pipeline, Prices, latency, most_in_flight

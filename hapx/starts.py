@@ -1,6 +1,6 @@
 """Where the alternation of programs and ratios begins, beyond shares that are even or proportional to speed.
 
-In: a cost model, the rows of a mesh, the best ratios so far, an old plan. Out: ratios per row, or a candidate.
+In: a setting, a cost model, the rows of a mesh, the best ratios so far, an old plan. Out: ratios per row, or a candidate.
 
 The alternation moves downhill only, and a program that keeps nothing in shards, or leaves no kind of devices out, says nothing of what that would
 bring. So further starts say it (`further`): the fastest kinds, or any one kind, alone; the best ratios with parameters kept evenly, or by one kind
@@ -15,20 +15,133 @@ than it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
+from typing import Literal
 
 import numpy as np
 
 from hapx.carried import goal_of
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
-from hapx.errors import PlanError
+from hapx.errors import HapError, PlanError
 from hapx.lower import Candidate
 from hapx.plan import Plan, ProgramKey
+from hapx.setting import Setting
+from hapx.squeezing import VERY_FEW_STEPS
+from hapx.states import Row
 from hapx.theory.replay import replay
 from hapx.theory.triple import Theory
+
+FEW_STEPS = 100  # nodes and outputs of a problem that is searched from further starts,
+FEW_STEPS_ON_AXES = 50  # and on meshes of several axes
+MANY_STEPS = 300  # of one that is searched from one start only where it is known that memory binds
+
+_ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
+
+
+class Starts:
+    """Ratios to begin with on one mesh: rows of shares of one device of each kind. steps: of the problem; before: the best candidate of other views,
+    whose shares are where it begins on several axes."""
+
+    def __init__(self, setting: Setting, theory: Theory, costs: CostModel, steps: int, before: Candidate | None):
+        self.setting, self.theory, self.costs, self.steps, self.before = setting, theory, costs, steps, before
+        self.kinds, self.sizes, self.capacity = costs.kinds, costs.sizes, np.asarray(costs.capacity)
+        axis, segments = theory.mesh.uneven, range(setting.graph.segments)
+        self.rows = tuple(theory.mesh.row(axis, kind, s) for s in segments for kind in _ROW_KINDS) if axis is not None else ()
+
+    @property
+    def small(self) -> bool:
+        """Whether a search is so short that there are many."""
+        return self.steps <= (FEW_STEPS if len(self.theory.mesh.axes) == 1 else FEW_STEPS_ON_AXES)
+
+    @property
+    def free(self) -> bool:
+        """Whether ratios are chosen here."""
+        return self.setting.rule.ratios == "balanced" and bool(self.rows)
+
+    def usual(self) -> list[dict[Row, Vector]]:
+        """What restrictions say, else in proportion to speed, and evenly. Raises HapError for given ratios that are none."""
+        n = sum(self.sizes)
+        even, speed = np.full(len(self.sizes), 1.0 / n), np.asarray(self.costs.speeds)
+        ratios = self.setting.rule.ratios
+        if isinstance(ratios, tuple):
+            return [self._explicit(ratios)]
+        if self.setting.start is not None:
+            return [self.by_kind(self.setting.start)]
+        if ratios == "balanced" and self.setting.tight and self.rows and self.steps > MANY_STEPS:
+            return [self.by_memory()]
+        if ratios == "balanced" and self.before is not None and len(self.theory.mesh.axes) > 1 and self.steps > FEW_STEPS:
+            return [self._as_before(self.before)]
+        # on several axes a search costs more, and ratios that differ only between machines start nearer to the best
+        single = np.allclose(even, speed) or (len(self.theory.mesh.axes) > 1 and self.steps > FEW_STEPS)
+        both: list[Vector] = [speed] if single else [speed, even]
+        chosen = [even] if ratios == "even" else [speed] if ratios == "speed" else both
+        return [dict.fromkeys(self.rows, shares) for shares in chosen]
+
+    def tight(self) -> Iterator[dict[Row, Vector]]:
+        """Where what needs least memory is looked for."""
+        free = self.free and self.setting.start is None
+        if not free or self.small:  # in larger problems a search takes long
+            yield from self.usual()
+        if free and self.steps > VERY_FEW_STEPS:
+            yield self.by_memory()
+        elif free:
+            speeds, capacity = np.asarray(self.costs.speeds), self.capacity
+            several = where_memory_binds(speeds, self.sizes, capacity, lambda: speeds), where_little_is_left(self.sizes, capacity)
+            for compute, storage in chain.from_iterable(several):
+                yield {r: storage if r.kind == "storage" else compute for r in self.rows}
+
+    def beyond(self, best: Callable[[], Candidate], binds: Callable[[], bool]) -> Iterator[dict[Row, Vector]]:
+        """Further ones. best: so far; binds: whether memory does, as far as is known; both are asked for when needed. With segments, whose compute
+        rows are those of a program that perhaps keeps nothing in shards, only the storage rows differ."""
+        if self.setting.graph.segments > 1:
+            for storage in kept_otherwise(self.sizes):
+                now = self.by_kind(best().shares)
+                yield {r: storage if r.kind == "storage" else now[r] for r in self.rows}
+            return
+        row, speeds = self.rows[0], np.asarray(self.costs.speeds)
+
+        def compute() -> Vector:
+            return self.by_kind(best().shares)[row]
+
+        for start in further(speeds, self.sizes, compute):
+            yield {r: start[r.kind == "storage"] for r in self.rows}
+        if binds():
+            for start in where_memory_binds(speeds, self.sizes, self.capacity, compute):
+                yield {r: start[r.kind == "storage"] for r in self.rows}
+
+    def by_kind(self, shares: Mapping[Row, tuple[float, ...]]) -> dict[Row, Vector]:
+        """Shares per coordinate as shares per kind; of a row without shares, proportional to speed."""
+        own = {row: np.array([max(shares[row][c] for c in kind) for kind in self.kinds]) for row in self.rows if row in shares}
+        return dict.fromkeys(self.rows, np.asarray(self.costs.speeds)) | own
+
+    def by_memory(self) -> dict[Row, Vector]:
+        """Everything in proportion to memory."""
+        return dict.fromkeys(self.rows, self.capacity / (self.capacity * self.sizes).sum())
+
+    def _as_before(self, best: Candidate) -> dict[Row, Vector]:
+        """The shares of a candidate of another view, added up over the devices of each coordinate."""
+        mesh, found = self.theory.mesh, self.by_kind({})
+        for row in self.rows:
+            known = best.shares.get(best.mesh.row(best.mesh.uneven, row.kind)) if best.mesh.uneven is not None and row.kind != "even" else None
+            if known is None or best.mesh.uneven is None:
+                continue
+            inside = best.mesh.sizes[best.mesh.uneven]
+            of_device = {d: known[best.mesh.coordinates(d)[best.mesh.uneven]] * inside / len(best.mesh.devices) for d in best.mesh.devices}
+            at = [0.0] * mesh.sizes[row.axis]
+            for d in mesh.devices:
+                at[mesh.coordinates(d)[row.axis]] += of_device[d]
+            found[row] = np.array([sum(at[c] for c in kind) / len(kind) for kind in self.kinds])
+        return found
+
+    def _explicit(self, shares: tuple[float, ...]) -> dict[Row, Vector]:
+        n = sum(self.sizes)
+        if len(shares) != n or min(shares) < 0 or sum(shares) <= 0:
+            raise HapError(f"ratios {shares}", where="restriction", allowed=f"{n} numbers >= 0, one per coordinate of the uneven axis, not all 0")
+        total = sum(shares)
+        return dict.fromkeys(self.rows, np.array([max(shares[c] for c in kind) / total for kind in self.kinds]))
 
 
 def further(speeds: Vector, sizes: Sequence[int], compute: Callable[[], Vector]) -> Iterator[tuple[Vector, Vector]]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from benchmarks.planning_cases import Case, case, case_with
-from hapx.alternation import BY_NAME, MAX_ALTERNATIONS, Alternation, Counters
+from hapx.alternation import BY_NAME, Alternation
 from hapx.cluster.spec import ClusterSpec, DeviceType, Link
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
@@ -26,10 +26,12 @@ from hapx.plan import Plan
 from hapx.planner import plan_graphs, plan_spmd
 from hapx.progress import Teller
 from hapx.restriction import BASELINES, Restriction
+from hapx.setting import Counters
 from hapx.starts import where_little_is_left, where_memory_binds
 from hapx.synth.astar import Statistics
 from hapx.synth.search import HOPELESS
 from hapx.theory.derive import derive
+from hapx.turns import MAX_ALTERNATIONS, Turns
 
 SEEDS = (0, 5, 13)  # on flat meshes, memory does not bind
 TWO_AXES = 2
@@ -100,7 +102,7 @@ def test_views_after_the_one_where_memory_binds_look_at_all_peaks(monkeypatch: p
 def test_ratios_are_taken_as_far_as_peaks_allow(seed: int, memory: tuple[int, ...], gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of memory, within limits that other ratios have shown, stop short of them. (Beams that know peaks find more here.)"""
     problem = case_with(seed, memory)
-    monkeypatch.setattr(Alternation, "_by_peaks", lambda *_: None)
+    monkeypatch.setattr(Turns, "by_peaks", lambda *_: None)
     found = plan_spmd(problem.setting, Counters(), [problem.mesh])[0]
     monkeypatch.setattr("hapx.alternation.DESCENTS", 0)
     before = plan_spmd(problem.setting, Counters(), [problem.mesh])[0]
@@ -239,11 +241,11 @@ def test_large_problems_begin_in_proportion_to_memory_where_it_is_known_to_bind(
     def begun(tight: bool) -> Alternation:
         return Alternation(replace(of.setting, tight=tight), theory, counters, Teller(None, counters.search, of.mesh.name, 1, 1, inf))
 
-    assert len(begun(tight=True)._starts()) == 2, "one of few steps begins everywhere"
-    monkeypatch.setattr("hapx.alternation.MANY_STEPS", 1)
-    assert len(begun(tight=False)._starts()) == 2
+    assert len(begun(tight=True).starts.usual()) == 2, "one of few steps begins everywhere"
+    monkeypatch.setattr("hapx.starts.MANY_STEPS", 1)
+    assert len(begun(tight=False).starts.usual()) == 2
     large = begun(tight=True)
-    (start,) = large._starts()
+    (start,) = large.starts.usual()
     capacity = np.asarray(large.costs.capacity)
     assert len(set(capacity.tolist())) > 1
     assert {row.kind for row in start} == {"compute", "storage"}

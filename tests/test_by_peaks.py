@@ -9,14 +9,16 @@ import pytest
 
 from benchmarks.planning_cases import case, case_with
 from hapx.affine_peaks import AffinePeak
-from hapx.alternation import Alternation, Counters
+from hapx.alternation import Alternation
 from hapx.balancer.rounding import deal
 from hapx.by_peaks import around
 from hapx.cost.liveness import moments, peak
 from hapx.planner import plan_spmd
 from hapx.progress import Teller
+from hapx.setting import Counters
 from hapx.states import Cut, Row
 from hapx.theory.derive import derive
+from hapx.turns import Turns
 
 ROW, STORAGE = Row("compute", 0, 0), Row("storage", 0, 0)
 
@@ -30,7 +32,7 @@ def alternation(seed: int) -> Alternation:
 def test_estimated_peaks_are_those_of_walks(seed: int) -> None:
     own, rng = alternation(seed), np.random.default_rng(seed)
     best = min(own.candidates(np.inf), key=lambda c: c.cost)
-    cuts = [c for c in best.lengths if c in own._goal_of(best)[1].cuts]
+    cuts = [c for c in best.lengths if c in own.goal_of(best)[1].cuts]
     estimate = AffinePeak(best.program, own.costs, best.storage_of, best.lengths, cuts)
     assert cuts and estimate.error < 1e-6
     for _ in range(10):
@@ -55,7 +57,7 @@ def test_sums_miss_what_peaks_allow(seed: int, gain: float, monkeypatch: pytest.
     of = case_with(seed, SHORT[seed])
     setting = replace(of.setting, strict=True)
     found = plan_spmd(setting, Counters(), [of.mesh])[0]
-    monkeypatch.setattr(Alternation, "_by_peaks", lambda *_: None)
+    monkeypatch.setattr(Turns, "by_peaks", lambda *_: None)
     before = plan_spmd(setting, Counters(), [of.mesh])[0]
     assert found.fits and before.fits
     assert found.cost < (1 - gain) * before.cost

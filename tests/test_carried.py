@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from hapx.alternation import Counters, Setting
 from hapx.carried import carried
 from hapx.cost.model import CostModel
 from hapx.ir import Graph
 from hapx.lower import Candidate
 from hapx.planner import key_of, plan_spmd, views
 from hapx.restriction import AUTO
+from hapx.setting import Counters, Setting
 from hapx.simulate import iteration_time
 from hapx.states import Sharded
 from hapx.theory.derive import derive

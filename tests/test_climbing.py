@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hapx import climbing, inter_op
-from hapx.alternation import Setting
 from hapx.graph.capture import capture
 from hapx.inter_op import pipelines
 from hapx.planner import key_of
 from hapx.put_together import put_together
 from hapx.restriction import AUTO
+from hapx.setting import Setting
 from hapx.stage_prices import LEVELS
 from hapx.stages.clustering import finer
 from hapx.stages.costs import ONE_F_ONE_B

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hapx.advice import advised
-from hapx.alternation import Setting
 from hapx.batches import Batches
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.memory import RESERVE
@@ -21,6 +20,7 @@ from hapx.plan import Plan, key_of
 from hapx.planner import plan_graphs, plan_module
 from hapx.predict import predictions
 from hapx.restriction import Restriction
+from hapx.setting import Setting
 from hapx.theory.normalise import MixedSamplesWarning
 from support.models import GPT
 from support.theories import GraphBuilder

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import hapx
 from hapx import inter_op, processes
-from hapx.alternation import Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture import capture
@@ -24,6 +23,7 @@ from hapx.plan import Plan
 from hapx.planner import key_of
 from hapx.put_together import look_ahead
 from hapx.restriction import AUTO
+from hapx.setting import Setting
 from hapx.stage_prices import Planned, _round
 from hapx.stages.costs import ONE_F_ONE_B
 from hapx.stages.numbers import numbers_of_micro_batches

@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.baselines import EXPERT, Bench, systems
 from benchmarks.workloads import bert_moe, machines
-from hapx.alternation import Counters, Setting
 from hapx.lower import Candidate
 from hapx.overlap import exposed, line
 from hapx.planner import key_of, plan_spmd, views
 from hapx.restriction import AUTO, Restriction
+from hapx.setting import Counters, Setting
 from hapx.simulate import simulate_program
 from hapx.theory.discover import discover
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from hapx.alternation import Counters, Setting
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.pipelines import assemble, plan_piece
 from hapx.planner import key_of
 from hapx.predict import Staged
 from hapx.put_together import _scheduled, has_room
 from hapx.restriction import AUTO
+from hapx.setting import Counters, Setting
 from support.clusters import TWO_MACHINES
 from support.models import GPT
 from support.staged import assert_staged, block_cuts, micro_graph

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hapx.alternation import FEW_STEPS, Counters, Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.errors import HapError, InsufficientMemoryError
 from hapx.graph.capture import capture
@@ -17,6 +16,8 @@ from hapx.ir import Graph
 from hapx.planner import SIMPLER, extend, key_of, plan_graphs, plan_spmd, views
 from hapx.report.table import batch_sizes
 from hapx.restriction import AUTO, BASELINES, Restriction
+from hapx.setting import Counters, Setting
+from hapx.starts import FEW_STEPS
 from hapx.states import Sharded
 from hapx.synth.problem import Problem
 from hapx.synth.search import attempt
@@ -123,7 +124,7 @@ def test_several_axes_inside_of_one_machine_are_searched_to_the_end_only_where_t
         searches.append((problem.theory.mesh.name, problem.brief))
         return attempt(problem, *rest)
 
-    monkeypatch.setattr("hapx.alternation.attempt", searched)
+    monkeypatch.setattr("hapx.turns.attempt", searched)
     model = MLP(widths)
     graph = capture(model, model.example(6))
     plan = plan_graphs([graph], slow_devices(["fast", "fast", "slow", "slow"], speed=1e5))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hapx.alternation import Counters, Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.compute import work
 from hapx.cost.memory import converted_again, forgotten, kept, kept_bytes
@@ -28,6 +27,7 @@ from hapx.plan import Mesh, Plan
 from hapx.planner import extend, key_of, plan_graphs, plan_module, plan_spmd, views
 from hapx.recompute import WORTH, fastest
 from hapx.restriction import BASELINES, Restriction, with_remat
+from hapx.setting import Counters, Setting
 from hapx.synth.search import HOPELESS
 from hapx.theory.discover import discover
 from support.models import GPT

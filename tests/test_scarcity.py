@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from hapx.alternation import Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.graph.capture import capture
 from hapx.ir import Graph, Kind
 from hapx.planner import key_of, plan_graphs
 from hapx.restriction import AUTO
 from hapx.scarcity import lacks_memory
+from hapx.setting import Setting
 from hapx.theory.discover import discover
 from support.clusters import FOUR
 from support.models import MLP

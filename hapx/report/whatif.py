@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from hapx.alternation import Setting
 from hapx.cluster.catalogue import CATALOGUE, suggest
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.remat import without_blocks
@@ -23,6 +22,7 @@ from hapx.progress import Watcher
 from hapx.report.render import new_table, render
 from hapx.report.words import ranges_text, shares_text, size_text, time_text
 from hapx.restriction import Restriction
+from hapx.setting import Setting
 
 ALIKE = 1e-3  # relative difference of times that is none
 

@@ -50,7 +50,7 @@ from hapx.synth.tables import Values, numbered
 from hapx.synth.writer import Solution, solution
 from hapx.theory.triple import Theory
 
-# what takes that many times what is known elsewhere is not balanced further (`hapx.alternation`), nor searched with memory as part of the state
+# what takes that many times what is known elsewhere is not balanced further (`hapx.turns`), nor searched with memory as part of the state
 HOPELESS = 1.5
 NARROW, WIDTH = Width(1), Width(4)  # of the beams that a search begins with
 REMEMBERED = 2  # programs that the next search begins with

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hapx.alternation import Setting
 from hapx.planner import key_of
 from hapx.restriction import AUTO
+from hapx.setting import Setting
 from hapx.stage_prices import Asker
 from hapx.stages.clustering import find_layers
 from support.clusters import slow_devices

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hapx.alternation import Counters, Setting
 from hapx.cluster.spec import ClusterSpec
 from hapx.collectives import Messenger, ProcessGroupCommunicator, ThreadMessenger, create_groups, create_messenger
 from hapx.collectives.threads import ThreadCommunicator
@@ -23,6 +22,7 @@ from hapx.planner import key_of
 from hapx.restriction import AUTO, Restriction
 from hapx.runtime.micro_batches import cut_batch
 from hapx.runtime.pipeline import Pipeline
+from hapx.setting import Counters, Setting
 from hapx.theory.normalise import normalised
 from support.devices import brought, device, placed
 from support.equivalence import MAKING, TOLERANCE, Mode, Trace, compare, make_optimizer, run_ranks, train_single

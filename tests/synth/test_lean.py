@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.planning_cases import case as random_case
-from hapx.alternation import Alternation, Counters, Setting
+from hapx.alternation import Alternation
 from hapx.balancer.lp import Objective, objective
 from hapx.balancer.rounding import Lengths, per_device, round_ratios
 from hapx.cost.remat import with_blocks
@@ -19,6 +19,7 @@ from hapx.ir import Graph
 from hapx.planner import key_of, views
 from hapx.progress import Teller
 from hapx.restriction import AUTO, BASELINES
+from hapx.setting import Counters, Setting
 from hapx.squeezing import Ratios, Squeezing, Tight
 from hapx.synth.lean import Lean, leanest
 from hapx.synth.search import least_memory
@@ -129,10 +130,10 @@ def test_in_very_small_problems_other_families_of_programs_may_lead_to_less(seed
     alternation = Alternation(setting, derive(of.graph, of.mesh), counters, Teller(None, counters.search, of.mesh.name, 1, 1, float("inf")))
 
     def tightest(families: bool) -> Tight:
-        own = Squeezing(alternation.problem, alternation.fitting, alternation._goal, alternation._lengths, free=True, fixed={})
+        own = Squeezing(alternation.problem, alternation.fitting, alternation.goal, alternation.lengths, free=True, fixed={})
         assert len(own.families) == 3
         own.families = own.families if families else [None]
-        return own.tightest(alternation._starts_tight())
+        return own.tightest(alternation.starts.tight())
 
     plain, found = tightest(False), tightest(True)
     assert 1 < found.part < 0.95 * plain.part

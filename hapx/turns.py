@@ -1,0 +1,326 @@
+"""Synthesis and balancing in turns on one mesh, from one start on (HAP section 3.3),
+
+    Q <- A*(B),   B <- LP(Q),   until the lengths were searched before or nothing improves.
+
+In: a setting, the theory of its graph on a mesh; ratios to begin with. Out: candidates: every pair of a program and integer lengths that is met and
+fits into memory is kept. Invariant: the least cost seen never rises on the way, and a candidate's cost, memory and program are those of its integer
+lengths.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import inf
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import numpy as np
+
+from hapx.balancer.lp import Objective, balance, objective
+from hapx.balancer.rounding import Lengths, fit, fullest, improve, level_ratios, per_device, round_ratios
+from hapx.by_peaks import ByPeaks
+from hapx.cost.model import CostModel
+from hapx.cost.terms import Vector
+from hapx.errors import InsufficientMemoryError
+from hapx.fitting import Fitting
+from hapx.lower import Candidate
+from hapx.progress import Teller
+from hapx.setting import Counters, Setting
+from hapx.squeezing import Squeezing, Tight
+from hapx.starts import Starts
+from hapx.states import Cut, Row
+from hapx.synth.problem import Problem, build
+from hapx.synth.search import BUDGET, HOPELESS, attempt
+from hapx.synth.writer import Solution
+from hapx.theory.triple import Theory
+
+MAX_ALTERNATIONS = 8
+STALLED = 1e-3  # relative improvement below which the alternation ends
+CORRECTIONS = 4  # searches at most for one program whose peak fits
+UNLEVEL = 1.1  # how much fuller rounding may make the fullest device before lengths that are level are tried
+MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not believed to be that far from the true one
+UNLIKELY = 1.1  # where memory binds and searches take long, what costs that much more than the best is not begun with
+TURNS = 3  # of beams that know peaks, each at the lengths of what the one before found
+
+
+class Turns:
+    """See the module. before: the best candidate of the views before; costs: of the same setting and theory, if they are known already."""
+
+    def __init__(
+        self, setting: Setting, theory: Theory, counters: Counters, told: Teller, before: Candidate | None = None, costs: CostModel | None = None
+    ):
+        self.setting, self.theory, self.counters, self.told = setting, theory, counters, told
+        self.costs = costs or CostModel(
+            theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode, repeats=setting.repeats, in_flight=setting.in_flight
+        )
+        began = time.perf_counter()
+        self.problem: Problem = build(theory, self.costs, setting.rule, setting.given, setting.forbidden)
+        counters.problem_time += time.perf_counter() - began
+        self.problem.watch, self.problem.within = told.watch(), setting.within
+        self.starts = Starts(setting, theory, self.costs, len(self.problem.steps), before)
+        self.hopeless = 0.0  # how many times as much as the best of the views before its first program costs, where that ended it
+        self.fitting = Fitting(theory, self.costs, setting.key, setting.strict)
+        self.rejected: tuple[Solution, Lengths] | None = None  # the last program whose peak did not fit at balanced ratios
+        self.kinds, self.sizes = self.costs.kinds, self.costs.sizes
+        self.fixed = {cut: own for cut, own in setting.fixed.items() if cut.row in self.starts.rows}
+        self.cuts = sorted(self.problem.cuts, key=str)  # sets of them have another order in every process
+        self.found: dict[tuple[Any, ...], Candidate] = {}
+        self.goals: dict[int, tuple[Solution, Objective]] = {}  # by the identity of a program's steps
+        self.balanced: dict[tuple[int, tuple[float, ...]], dict[Row, Vector] | None] = {}  # by a program's steps (held by `goals`) and limits
+        self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
+        self.binds = False  # whether a cheapest program did not fit
+        self.prices: tuple[float, ...] | None = None  # of memory, once there are some with which programs fit
+        self.peaks = ByPeaks(self.problem, self.fitting, self.goal, [c for c in self.cuts if self.free and c not in self.fixed])
+        self.beams = self.small and not setting.within and self.costs.in_flight == self.costs.repeats == 1  # whether they look for what fits
+        self.beamed: set[tuple[tuple[int, ...], ...]] = set()  # lengths, as in `searched`, at which they did
+        self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
+
+    @property
+    def small(self) -> bool:
+        """Whether a search is so short that there are many."""
+        return self.starts.small
+
+    @property
+    def free(self) -> bool:
+        """Whether ratios are chosen here."""
+        return self.starts.free
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """Bytes per kind for the sums of the search and of the balancer."""
+        return tuple(self.fitting.limits.tolist())
+
+    def limits_of(self, candidate: Candidate, total: Vector) -> Vector:
+        """`limits` that would just admit a program. total: its sum, per kind."""
+        own = Fitting(self.theory, self.costs, self.setting.key, self.fitting.strict)
+        own.correct(candidate, total, candidate.lengths)
+        return own.limits
+
+    @cached_property
+    def tightest(self) -> Tight:
+        """What fits into least memory."""
+        return Squeezing(self.problem, self.fitting, self.goal, self.lengths, free=self.free, fixed=self.fixed).tightest(self.starts.tight())
+
+    def best(self) -> Candidate:
+        return min(self.found.values(), key=attrgetter("cost"))
+
+    def least(self) -> float:
+        """Its cost, if anything was found."""
+        return self.best().cost if self.found else inf
+
+    # -- how it goes on ------------------------------------------------------------------------------------------------------------------------------
+
+    def alternate(
+        self, ratios: dict[Row, Vector], known: float, given: Mapping[Cut, tuple[int, ...]] | None = None, above: float = inf,
+        most: int = MAX_ALTERNATIONS, limits: Vector | None = None,
+    ) -> None:  # fmt: skip
+        """Adds what it meets to `found`. given: lengths that are not rounded from the ratios. above: a first program that takes more is not looked
+        for. most: rounds. limits: for sums, to begin with. Raises InsufficientMemoryError if no program fits at any ratios that were tried."""
+        lengths = self.lengths(ratios) | {c: own for c, own in (given or {}).items() if c in self.problem.cuts}
+        kept: list[float] = []
+        why = "too small"
+        self.fitting.reset(limits)
+        try:
+            why = self._run(ratios, lengths, known, kept, above, most)
+        finally:
+            self.counters.ended[why] += 1
+            self.counters.kept.append(tuple(kept))
+
+    def _run(
+        self, ratios: Mapping[Row, Vector], lengths: Lengths, known: float, kept: list[float], above: float = inf, most: int = MAX_ALTERNATIONS
+    ) -> str:
+        """One alternation; why it ended. kept: gets the least cost after every step."""
+        best = inf
+        for _ in range(most):
+            at = self.at(lengths)
+            if at in self.searched:
+                return "repeated"
+            self.searched.add(at)
+            self.counters.alternations += 1
+            self.told("searching", best)
+            solution, others = self._solutions(lengths, above if best == inf else inf, min(known, self.least()))
+            if solution is None and not others:
+                return "hopeless"
+            if solution is not None:
+                own = self.keep(solution, self.goal(solution), lengths, ratios)
+                best = min(best, own.cost if own is not None else inf)
+                kept.append(best)
+                if not self.free:
+                    return "given"
+                if best > HOPELESS * known:
+                    self.hopeless = best / known
+                    return "hopeless"
+            began = time.perf_counter()
+            balanced = self._balanced([solution, *others] if solution is not None else others, ratios) if self.free else None
+            self.counters.balance_time += time.perf_counter() - began
+            if balanced is None and best == inf:
+                raise InsufficientMemoryError("no program fits at these ratios")  # how much is lacking, `_squeeze` says
+            before = best
+            if balanced is not None:
+                ratios, lengths, candidate = balanced
+                best = min(best, candidate.cost)
+            kept.append(best)
+            if best >= before * (1 - STALLED):
+                return "stalled"
+        return "limit" if most > 1 else "once"
+
+    def _balanced(self, solutions: Sequence[Solution], ratios: Mapping[Row, Vector]) -> tuple[Mapping[Row, Vector], Lengths, Candidate] | None:
+        """Of the programs at their best ratios, the fastest whose peak fits there; None if none does."""
+        fixed = self.costs.lengths_to_shares(self.fixed)
+        for _ in range(CORRECTIONS):
+            found: list[tuple[float, Solution, Objective, dict[Row, Vector]]] = []
+            for solution in solutions:
+                goal = self.goal(solution)
+                best = self._ratios(solution, goal, ratios, fixed)
+                if best is not None:
+                    seconds = goal.time({cut: fixed[cut] if cut in fixed else best[cut.row] for cut in goal.cuts})
+                    found.append((seconds, solution, goal, best))
+            if not found:
+                return None
+            for _, solution, goal, own in sorted(found, key=itemgetter(0)):
+                lengths = self._rounded(goal, self.lengths(own))
+                candidate = self.keep(solution, goal, lengths, own)
+                if candidate is not None:
+                    return own, lengths, candidate
+        return None
+
+    def _ratios(self, solution: Solution, goal: Objective, ratios: Mapping[Row, Vector], fixed: Mapping[Cut, Vector]) -> dict[Row, Vector] | None:
+        """The best ratios of a program: once, wherever an alternation comes from. Rows that it does not use keep theirs."""
+        key = id(solution.steps), tuple(self.fitting.limits.tolist())
+        if key not in self.balanced:
+            self.balanced[key] = balance(goal, self.sizes, self.fitting.limits, ratios, fixed)
+        best = self.balanced[key]
+        return {**ratios, **{r: best[r] for r in dict.fromkeys(c.row for c in goal.cuts)}} if best is not None else None
+
+    def _rounded(self, goal: Objective, lengths: Lengths) -> Lengths:
+        """Lengths after rounding, made to fit, then improved where units are few."""
+        used = goal.cuts
+        movable = [c for c in used if c not in self.fixed]
+
+        def parts(trial: Lengths) -> Vector:
+            return goal.memory(self.shares(trial, used)) / self.fitting.limits
+
+        def cost(trial: Lengths) -> float:
+            shares = self.shares(trial, used)
+            return goal.time(shares) if (goal.memory(shares) <= self.fitting.limits).all() else inf
+
+        lengths = fit(lengths, self.kinds, parts, movable)
+        return improve(lengths, self.kinds, cost, movable)
+
+    def keep(self, solution: Solution, goal: Objective, lengths: Lengths, ratios: Mapping[Row, Vector]) -> Candidate | None:
+        """The candidate, if its peak fits."""
+        shares = self.shares(lengths, goal.cuts)
+        if not self.fitting.correct(solution, goal.memory(shares), lengths):
+            self.rejected = solution, lengths
+            return None
+        used = set(goal.cuts)
+        key = (solution.choices, tuple((c, n) for c, n in lengths.items() if c in used))
+        if key not in self.found:
+            per = {row: per_device(own.tolist(), self.kinds) for row, own in ratios.items()}
+            if isinstance(self.setting.rule.ratios, tuple):
+                total = sum(self.setting.rule.ratios)
+                per = {row: tuple(s / total for s in self.setting.rule.ratios) for row in per}
+            cost = goal.time(shares)
+            self.found[key] = Candidate(
+                self.theory, self.costs, solution.program, solution.storage_of, lengths, per, cost, cost, solution.statistics.gap
+            )
+        elif solution.statistics.gap < self.found[key].gap:
+            self.found[key] = replace(self.found[key], gap=solution.statistics.gap)
+        return self.found[key]
+
+    # -- searches ------------------------------------------------------------------------------------------------------------------------------------
+
+    def _solutions(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...]]:
+        """The best program at these lengths whose peak fits, if any does; and what other ratios may make fit: the cheapest program without limits,
+        then, where none fits, the one of least memory. Nothing where all programs take more than `above`; a good one will do where all take more than
+        `known`."""
+        found, others = self._by_sums(lengths, above, known)
+        if self.beams and others and self.problem.exposed == 1 and others[0].cost < UNLIKELY * self.least():
+            self.by_peaks(lengths)
+        return found, others
+
+    def _by_sums(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...]]:
+        """The same, by searches that know sums of memory."""
+        shares, spare = self.costs.lengths_to_shares(lengths), None
+        others: tuple[Solution, ...] = ()
+        for _ in range(CORRECTIONS):
+            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known, self._possible)
+            for solution in (found,) if found is not None else others:
+                self.counters.search.add(solution.statistics)
+            self.binds = self.binds or bool(others)
+            if found is not None:
+                self.prices = found.prices or self.prices
+                if self.fitting.correct(found, np.asarray(found.memory), lengths):
+                    return found, others
+            else:  # what does not fit by the sum may fit by its moments
+                better = next((s for s in others if self.fitting.correct(s, np.asarray(s.memory), lengths)), None)
+                if better is None or spare is not None:
+                    break
+                spare = better
+                if better is others[0]:
+                    break
+        return spare, others
+
+    def _possible(self) -> bool:
+        """Whether it is worth while to look for a program that fits."""
+        return bool(self.found) or self.tightest.part <= MAY_FIT
+
+    def by_peaks(self, lengths: Lengths, times: float = UNLIKELY) -> None:
+        """Keeps what beams find that know peaks (`hapx.by_peaks`), if it costs less than so many times the best; and what they find at the lengths of
+        that, as long as it is better."""
+        limits = self.fitting.limits
+        for _ in range(TURNS):
+            at, before = self.at(lengths), self.least()
+            if at in self.beamed:
+                break
+            self.beamed.add(at)
+            for solution, own in self.peaks.at(lengths, lambda: times * self.least(), self.counters.search):
+                goal = self.goal(solution)
+                self.keep(solution, goal, own, self._ratios_of(own, goal.cuts))
+            if self.least() >= (1 - STALLED) * before:
+                break
+            lengths = {**lengths, **self.best().lengths}
+        self.fitting.limits = limits
+
+    # -- lengths and costs ---------------------------------------------------------------------------------------------------------------------------
+
+    def lengths(self, ratios: Mapping[Row, Vector]) -> Lengths:
+        explicit = self.setting.rule.ratios
+        per = {row: explicit if isinstance(explicit, tuple) else per_device(shares.tolist(), self.kinds) for row, shares in ratios.items()}
+        return {**round_ratios(per, self.cuts), **{c: own for c, own in self.fixed.items() if c in self.problem.cuts}}
+
+    def levelled(self, ratios: Mapping[Row, Vector]) -> Lengths | None:
+        """Lengths whose fullest devices are as little full as can be, where largest remainders make those of a cut of few units much fuller: there a
+        program that uses such a cut looks slower than it is once its lengths are improved."""
+        per = {row: per_device(shares.tolist(), self.kinds) for row, shares in ratios.items()}
+        rounded = self.lengths(ratios)
+        levelled = level_ratios(per, [c for c in self.cuts if c not in self.fixed])
+        much = any(fullest(rounded[c], per[c.row]) > UNLEVEL * fullest(own, per[c.row]) for c, own in levelled.items())
+        return rounded | levelled if much else None
+
+    def at(self, lengths: Mapping[Cut, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """What the same lengths have in common: the program that is best there."""
+        return tuple([lengths[c] for c in self.cuts])
+
+    def shares(self, lengths: Mapping[Cut, tuple[int, ...]], cuts: Iterable[Cut]) -> Mapping[Cut, Vector]:
+        return self.costs.lengths_to_shares({c: lengths[c] for c in cuts})
+
+    def _ratios_of(self, lengths: Lengths, cuts: Iterable[Cut]) -> dict[Row, Vector]:
+        """Shares per kind that lengths stand for: those of the finest cut of each row."""
+        finest = {c.row: c for c in sorted(cuts, key=attrgetter("units"))}
+        own = {row: np.array([np.mean([lengths[c][i] for i in kind]) / c.units for kind in self.kinds]) for row, c in finest.items()}
+        return self.starts.by_kind({}) | own
+
+    def goal(self, solution: Solution) -> Objective:
+        """The cost of a program as a function of shares; equal programs of a problem have the same steps."""
+        known = self.goals.get(id(solution.steps))
+        if known is None:  # held with its solution, whose steps keep their identity
+            known = self.goals[id(solution.steps)] = solution, objective(solution.steps, solution.storage, len(self.sizes))
+        return known[1]
+
+    def goal_of(self, candidate: Candidate) -> tuple[Solution, Objective]:
+        """The solution of a candidate that was found here, and its cost as a function of shares."""
+        return next(own for own in self.goals.values() if own[0].program is candidate.program)
