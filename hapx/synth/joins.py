@@ -72,14 +72,14 @@ def find_joins(steps: Sequence[Step]) -> list[Join]:
     reads: dict[str, list[tuple[int, int]]] = {}  # of values: levels and slots
     found = []
     for level, step in enumerate(steps):
-        read = [(slot, n, at) for slot, (n, at) in enumerate(zip(step.tensors, step.slot_shifts, strict=True)) if at >= 0 and n in made]
-        parts = {}
-        if len(read) > 1:
+        new = []
+        if len(step.tensors) > 1:
+            read = [(slot, n, at) for slot, (n, at) in enumerate(zip(step.tensors, step.slot_shifts, strict=True)) if at >= 0 and n in made]
             new = [(slot, n, at) for slot, n, at in read if not reads[n] or made[n] >= level - NEAR]
+        if len(new) < MANY:
+            new = [(slot, n, at) for slot, n, at in new if made[n] >= level - NEAR]
+        if len(new) > 1:
             parts = {n: Part(made[n], slot, at, step.kind.slots[slot].table) for slot, n, at in new}
-        if len(parts) < MANY:
-            parts = {name: part for name, part in parts.items() if part.made >= level - NEAR}
-        if len(parts) > 1:
             ordered = sorted(parts.values(), key=lambda p: p.made)
             masks = [0]
             for part in ordered:
@@ -89,6 +89,6 @@ def find_joins(steps: Sequence[Step]) -> list[Join]:
         for slot, name in enumerate(step.tensors):
             if name in reads:
                 reads[name].append((level, slot))
-        made |= dict.fromkeys(step.outputs, level)
-        reads |= {name: [] for name in step.outputs}
+        for name in step.outputs:
+            made[name], reads[name] = level, []
     return found

@@ -61,7 +61,9 @@ class Outline:
     `values`: the other values, by where they have their bits. `places`: that, and -1."""
 
     def __init__(self, steps: tuple[Step, ...]):
-        self.first = [_first(step) for step in steps]
+        kinds = {id(step.kind): step.kind for step in steps}.values()
+        keeps = {id(kind): any(slot.table.stored and slot.fixed is None for slot in kind.slots) for kind in kinds}
+        self.first = [_first(step) if keeps[id(step.kind)] else (False,) * len(step.kind.slots) for step in steps]
         self.stored: list[tuple[tuple[int, int, int, int], ...]] = []
         self.values: list[dict[int, Value]] = []
         self.again: dict[tuple[int, int], tuple[int, int] | None] = {}  # after a use of a tensor, by level and slot, the next one
@@ -85,11 +87,15 @@ class Outline:
                 if shift >= 0:
                     value[name] = Value(step.kind.slots[slot].table, level, shift, used, last, used and not last)
             self.coming.append(max([*twice, self.coming[-1]], key=lambda c: c[0] if c is not None else -1) if twice else self.coming[-1])
-            stored = [live for live in step.live if live[1].stored]
-            stored.sort(key=lambda live: -live[1].ref.bytes)
-            large = [live for live in stored[:PRICED] if live[1].ref.bytes >= WORTH * stored[0][1].ref.bytes]
-            self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in large]))
-            self.values.append({at: value[n] for n, t, at in step.live if not t.stored})
+            stored: list[tuple[str, TensorTable, int]] = []
+            values: dict[int, Value] = {}
+            for name, table, shift in step.live:
+                if table.stored:
+                    stored.append((name, table, shift))
+                else:
+                    values[shift] = value[name]
+            self.stored.append(tuple([(*following[n], shift, t.full) for n, t, shift in _largest(stored)]) if stored else ())
+            self.values.append(values)
         self.stored.reverse()
         self.priced = [sum(full << shift for _, _, shift, full in own) for own in (*self.stored, ())]  # the bits of these
         self.coming.reverse()
@@ -134,8 +140,8 @@ class Outline:
         return self._later[end]
 
     def _one_period_later(self, repetition: Repetition, level: int, end: int) -> Later:
-        later, moved = level + repetition.period[level], repetition.moved[level]
-        if moved is not None and (later > end or not self._as_later(level, later, moved)):
+        later, moved = level + repetition.period[level], repetition.moved(level)
+        if moved is not None and (later > end or not (repetition.stays(level) or self._as_later(level, later, moved))):
             moved = None
         taken = moved is not None and self.first[level] == self.first[later] and repetition.continues(level)
         if not self.joined[level] and not self.joined[later]:  # as nearly everywhere
@@ -215,8 +221,12 @@ def _large(values: Mapping[int, Value]) -> int:
     return sum(v.table.full << at for at, v in values.items() if v.table.ref.bytes >= LARGE * most)
 
 
+def _largest(stored: list[tuple[str, TensorTable, int]]) -> list[tuple[str, TensorTable, int]]:
+    """Of parameters that are live, those whose next use is priced."""
+    stored.sort(key=lambda live: -live[1].ref.bytes)
+    return [live for live in stored[:PRICED] if live[1].ref.bytes >= WORTH * stored[0][1].ref.bytes]
+
+
 def _first(step: Step) -> tuple[bool, ...]:
-    if not any(slot.table.stored and slot.fixed is None for slot in step.kind.slots):
-        return (False,) * len(step.kind.slots)
     known = {n for n, _, _ in step.live}
     return tuple([bool(s.table.stored) and s.fixed is None and n not in known for n, s in zip(step.tensors, step.kind.slots, strict=True)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hapx.repeats import runs
 from hapx.synth.problem import Step
@@ -47,7 +47,6 @@ class Repetition:
         self._names: dict[int, Names | None] = {}
         self._pairs: dict[tuple[int, int], Pairs | None] = {}
         self._jumps: dict[int, Jump | None] = {}
-        self._continues: dict[int, bool] = {}
         self._ends: dict[int, int] = {}  # where the run of steps with one period ends
         for level in sorted(self._before, reverse=True):
             same = self._before.get(level + 1) == self._before[level]
@@ -57,11 +56,37 @@ class Repetition:
             self._starts[level] = self._starts[level - 1] if self._before.get(level - 1) == period else level - period
 
     @cached_property
-    def moved(self) -> list[Mapping[int, int] | None]:
-        """Per level, where what is live has its bits one period later, if that is elsewhere; None where the two places are not alike."""
-        return [self._moved(level) for level in range(len(self.steps))]
+    def _standing(self) -> list[int]:
+        """Numbers, equal for levels of one period where what is live has its bits in the same places and is used alike, after the one as after the
+        other; a negative one where a level repeats none."""
+        numbers: dict[Any, int] = {}
+        found = [-1] * (len(self.steps) + 1)
+        coming: dict[str, tuple[int, int, tuple[int, bool]]] = {}  # of the next use: level, period, slot and whether it is the last one
+        first = {name: own[0] for name, own in self.uses.items()}
+        for level in range(len(self.steps) - 1, -1, -1):
+            step, period = self.steps[level], self.period[level]
+            for slot, name in enumerate(step.tensors):
+                coming[name] = level, period, (slot, name not in coming)
+            if period:
+                # of a use that the same period repeats, the distance; of another one, where it is
+                live = [
+                    (at, id(table), first[name] < level, k - level if again == period else ~k, use)
+                    for name, table, at in step.live
+                    for k, again, use in (coming[name],)
+                ]
+                found[level] = numbers.setdefault((period, tuple(live)), len(numbers))
+        return found
 
-    def _moved(self, level: int) -> Mapping[int, int] | None:
+    def stays(self, level: int) -> bool:
+        """Whether what is live before a level has its bits in the same places one period later, and is used alike. (Where it does not say so, it may
+        be so.)"""
+        own = self._standing[level]
+        return own >= 0 and own == self._standing[level + self.period[level]]
+
+    def moved(self, level: int) -> Mapping[int, int] | None:
+        """Where what is live has its bits one period later, if that is elsewhere; None where the two places are not alike."""
+        if self.stays(level):
+            return {}
         pairs = self.pairs(level + self.period[level], self.period[level]) if self.names(level) is not None else None
         return {before: now for now, before, _ in pairs if now != before} if pairs is not None else None
 
@@ -136,10 +161,11 @@ class Repetition:
 
     def continues(self, level: int) -> bool:
         """Whether the step does with what is live what the step one period later does."""
-        if level not in self._continues:
-            names, after = self.names(level), self.names(level + 1)
-            self._continues[level] = names is not None and after is not None and self._does(level, names, after)
-        return self._continues[level]
+        if self.stays(level) and self.stays(level + 1):  # what stays live keeps its bits
+            step, other = self.steps[level], self.steps[level + self.period[level]]
+            return (step.keep, step.result_shifts) == (other.keep, other.result_shifts)
+        names, after = self.names(level), self.names(level + 1)
+        return names is not None and after is not None and self._does(level, names, after)
 
     def _does(self, level: int, names: Names, after: Names) -> bool:
         step, other = self.steps[level], self.steps[level + self.period[level]]

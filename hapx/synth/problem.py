@@ -284,8 +284,12 @@ class _Builder:
                 found[name] = found.get(name, 0) | ids
         extra = [*self.stored.items(), *self.theory.outputs.items()]
         extra += [(r.name, (whole,)) for r in self.graph.sources]
+        sets: dict[int, int] = {}  # by the identity of placements, which most have in common
         for name, placements in extra:
-            found[name] = found.get(name, 0) | _set(self._ids(placements))
+            own = sets.get(id(placements))
+            if own is None:
+                own = sets[id(placements)] = _set(self._ids(placements))
+            found[name] = found.get(name, 0) | own
         shared: dict[Any, TensorTable] = {}
         return {name: self._table(name, ids, shared) for name, ids in found.items()}
 
@@ -293,7 +297,7 @@ class _Builder:
         """ids: the bit set of its placements."""
         ref = self.graph.refs[name]
         stored = self._ids(self.stored[name]) if name in self.stored else ()
-        forbidden = self.forbidden.of(name)
+        forbidden = self.forbidden.of(name) if self.forbidden.changes else frozenset()
         key = (ref.shape, ref.dtype, ref.kind, ref.requires_grad, name in self.saved, name in self.again, ids, stored, forbidden)
         if key not in shared:
             placements = [self.placements[i] for i in members(ids)]
@@ -400,7 +404,7 @@ class _Builder:
         for name, slot in zip(tensors, kind.slots, strict=True):  # only now: a tensor read here must not share bits with one that appears here
             if slot.fixed is None and not slot.live:
                 bits.release(name)
-        made = tuple(bits.take(name, r.table) if r.live else -1 for name, r in zip(outputs, kind.results, strict=True))
+        made = tuple([bits.take(name, r.table) if r.live else -1 for name, r in zip(outputs, kind.results, strict=True)])
         return Step(kind, tensors, outputs, tuple(shifts), made, keep, reads, live)
 
 

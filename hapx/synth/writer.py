@@ -92,11 +92,11 @@ class _Writer:
             (use,) = move.uses
             self.gives.append(Property(step.tensors[0], self.problem.tables[step.tensors[0]].placements[use.target]))
             return
-        index = move.choice.index
-        self._append((level, index), (id(step.kind), index), lambda: self.problem.triples[level][index])
-        if move.choice.cost is not None:
-            self.steps.append(move.choice.cost)
-        for name, given in zip(step.outputs, move.choice.gives, strict=True):
+        choice = move.choice
+        self._append((level, choice.index), (id(step.kind), choice.index), lambda: self.problem.triples[level][choice.index])
+        if choice.cost is not None:
+            self.steps.append(choice.cost)
+        for name, given in zip(step.outputs, choice.gives, strict=True):
             self.have[name] = {given: None}
 
     def _free(self, name: str, table: TensorTable, target: int) -> None:

@@ -37,6 +37,18 @@ def test_rounds_before_and_after_a_level(deep) -> None:
     assert all(repetition.done(level) == 0 for level in range(len(kinds)) if repetition.before(level) == 0)
 
 
+def test_what_stays_is_what_names_say(deep, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = deep[0].steps
+    found, levels = Repetition(steps), range(len(steps))
+    staying = [level for level in levels if found.stays(level)]
+    quick = [(found.moved(level), found.continues(level)) for level in staying]
+    assert len(staying) > len(steps) // 2
+    assert sum(goes_on for _, goes_on in quick) > len(staying) // 2
+    monkeypatch.setattr(Repetition, "stays", lambda *_: False)
+    by_names = Repetition(steps)
+    assert quick == [(by_names.moved(level), by_names.continues(level)) for level in staying]
+
+
 @pytest.mark.parametrize("width", (Width(4), Width(8, apart=True)))
 def test_beams_follow_what_repeats_itself(deep, monkeypatch, width: Width) -> None:
     """They find what they would find layer by layer, in no more steps."""
