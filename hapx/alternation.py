@@ -63,7 +63,7 @@ class Alternation(Turns):
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views; none where the bound says that
         nothing comes near it."""
         self._meet(known)
-        if self.free and self.found and self.setting.within <= NEAR and self.best().cost <= UNLIKELY * known:
+        if self.free and self.found and self.setting.within <= NEAR and self.best().cost <= UNLIKELY * min(known, self.setting.beside):
             self.descend(known)
         return [*self.found.values(), *([self.old] if self.old is not None and self.found else [])]
 
@@ -189,7 +189,7 @@ class Alternation(Turns):
     def _further(self, known: float) -> None:
         """From more starts, as far as they lead somewhere."""
         most = NEEDLESS if self._hurried(known) else HOPELESS if self.prices is None else UNLIKELY
-        if self.best().cost > most * known:
+        if self.best().cost > min(most * known, UNLIKELY * self.setting.beside):
             return
         self.budget = None  # where memory binds, prices of it tell well enough where a start leads
         before, several = self.best(), len(self.theory.mesh.axes) > 1

@@ -29,7 +29,7 @@ from hapx.synth.writer import Solution
 
 PARTS = (1.0, 1.2, 1.6)  # of what may be used, that programs may need before units are moved
 LOOKED = 6  # programs of a beam whose peaks are looked at
-BUDGET = 1_000_000  # partial programs that all beams make together, times the steps of the problem
+BUDGET = 1_000_000  # partial programs, times the steps of the problem, after which no other beam begins
 AROUND = (1 / 4, 1 / 16)  # parts of a row that are moved
 TIMES = 2  # that units of one program are moved, from different lengths
 
@@ -44,13 +44,16 @@ class ByPeaks:
 
     def at(self, lengths: Lengths, below: Callable[[], float], statistics: Statistics) -> Iterator[tuple[Solution, Lengths]]:
         """Programs with lengths. below: seconds that are not to be reached."""
-        began = statistics.generated
+        if self.left <= 0:
+            return
         with suppress(Crowded):
-            if self.left > 0:
-                beams = Momentary(self.problem, self.problem.costs.at_lengths(lengths), lengths)
-                for part in PARTS:
-                    yield from self._of_beam(beams.fastest(self.fitting.key, statistics, part, below()), lengths)
-        self.left -= statistics.generated - began
+            beams = Momentary(self.problem, self.problem.costs.at_lengths(lengths), lengths)
+            for part in PARTS:
+                began = statistics.generated
+                yield from self._of_beam(beams.fastest(self.fitting.key, statistics, part, below()), lengths)
+                self.left -= statistics.generated - began
+                if self.left <= 0:
+                    return
 
     def _of_beam(self, found: Iterator[Solution], lengths: Lengths) -> Iterator[tuple[Solution, Lengths]]:
         """Of programs, the fastest first: the first one that does not fit, if units can be moved until it does, and the first one that fits."""

@@ -43,6 +43,8 @@ CORRECTIONS = 4  # searches at most for one program whose peak fits
 UNLEVEL = 1.1  # how much fuller rounding may make the fullest device before lengths that are level are tried
 MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not believed to be that far from the true one
 UNLIKELY = 1.1  # where memory binds and searches take long, what costs that much more than the best is not begun with
+SLOW = 1.25  # what takes so many times `Setting.beside` is not improved
+BEAMED_ON_AXES = 30  # nodes and outputs of a problem of several axes up to which beams know peaks: with more, its moves take long
 TURNS = 3  # of beams that know peaks, each at the lengths of what the one before found
 
 
@@ -74,7 +76,8 @@ class Turns:
         self.binds = False  # whether a cheapest program did not fit
         self.prices: tuple[float, ...] | None = None  # of memory, once there are some with which programs fit
         self.peaks = ByPeaks(self.problem, self.fitting, self.goal, [c for c in self.cuts if self.free and c not in self.fixed])
-        self.beams = self.small and not setting.within and self.costs.in_flight == self.costs.repeats == 1  # whether they look for what fits
+        few = self.small and (len(theory.mesh.axes) == 1 or len(self.problem.steps) <= BEAMED_ON_AXES)
+        self.beams = few and not setting.within and self.costs.in_flight == self.costs.repeats == 1  # whether they look for what fits
         self.beamed: set[tuple[tuple[int, ...], ...]] = set()  # lengths, as in `searched`, at which they did
         self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
 
@@ -141,7 +144,7 @@ class Turns:
             self.searched.add(at)
             self.counters.alternations += 1
             self.told("searching", best)
-            solution, others = self._solutions(lengths, above if best == inf else inf, min(known, self.least()))
+            solution, others = self._solutions(lengths, above if best == inf else inf, min(known, self.least(), self.setting.beside))
             if solution is None and not others:
                 return "hopeless"
             if solution is not None:
@@ -163,6 +166,8 @@ class Turns:
                 ratios, lengths, candidate = balanced
                 best = min(best, candidate.cost)
             kept.append(best)
+            if best > SLOW * self.setting.beside:
+                return "hopeless"
             if best >= before * (1 - STALLED):
                 return "stalled"
         return "limit" if most > 1 else "once"
@@ -238,7 +243,7 @@ class Turns:
         then, where none fits, the one of least memory. Nothing where all programs take more than `above`; a good one will do where all take more than
         `known`."""
         found, others = self._by_sums(lengths, above, known)
-        if self.beams and others and self.problem.exposed == 1 and others[0].cost < UNLIKELY * self.least():
+        if self.beams and others and self.problem.exposed == 1 and others[0].cost < UNLIKELY * min(self.least(), self.setting.beside):
             self.by_peaks(lengths)
         return found, others
 
@@ -269,15 +274,15 @@ class Turns:
         return bool(self.found) or self.tightest.part <= MAY_FIT
 
     def by_peaks(self, lengths: Lengths, times: float = UNLIKELY) -> None:
-        """Keeps what beams find that know peaks (`hapx.by_peaks`), if it costs less than so many times the best; and what they find at the lengths of
-        that, as long as it is better."""
+        """Keeps what beams find that know peaks (`hapx.by_peaks`), if it costs less than so many times the best here, and that beside; and what they
+        find at the lengths of that, as long as it is better."""
         limits = self.fitting.limits
         for _ in range(TURNS):
             at, before = self.at(lengths), self.least()
             if at in self.beamed:
                 break
             self.beamed.add(at)
-            for solution, own in self.peaks.at(lengths, lambda: times * self.least(), self.counters.search):
+            for solution, own in self.peaks.at(lengths, lambda: times * min(self.least(), self.setting.beside), self.counters.search):
                 goal = self.goal(solution)
                 self.keep(solution, goal, own, self._ratios_of(own, goal.cuts))
             if self.least() >= (1 - STALLED) * before:
