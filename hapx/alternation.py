@@ -222,7 +222,7 @@ class Alternation(Turns):
         plain = self.free and setting.start is None and not (setting.graph.segments > 1 or setting.given or setting.within)
         if not plain or (rule.split, rule.storage, rule.sfb) != (AUTO.split, AUTO.storage, AUTO.sfb):
             return
-        if (self.found and not self.binds) or (self.small and spent > MUCH):
+        if (self.found and not self.binds) or (self.small and spent > MUCH) or not self.possible():
             return
         for name in BY_NAME:
             known_as = BASELINES[name]

@@ -243,7 +243,8 @@ class Turns:
         then, where none fits, the one of least memory. Nothing where all programs take more than `above`; a good one will do where all take more than
         `known`."""
         found, others = self._by_sums(lengths, above, known)
-        if self.beams and others and self.problem.exposed == 1 and others[0].cost < UNLIKELY * min(self.least(), self.setting.beside):
+        worth = bool(others) and self.problem.exposed == 1 and others[0].cost < UNLIKELY * min(self.least(), self.setting.beside)
+        if self.beams and worth and self.possible():
             self.by_peaks(lengths)
         return found, others
 
@@ -252,7 +253,7 @@ class Turns:
         shares, spare = self.costs.lengths_to_shares(lengths), None
         others: tuple[Solution, ...] = ()
         for _ in range(CORRECTIONS):
-            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known, self._possible)
+            found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known, self.possible)
             for solution in (found,) if found is not None else others:
                 self.counters.search.add(solution.statistics)
             self.binds = self.binds or bool(others)
@@ -269,7 +270,7 @@ class Turns:
                     break
         return spare, others
 
-    def _possible(self) -> bool:
+    def possible(self) -> bool:
         """Whether it is worth while to look for a program that fits."""
         return bool(self.found) or self.tightest.part <= MAY_FIT
 
