@@ -58,6 +58,7 @@ class Alternation(Turns):
         super().__init__(setting, theory, counters, told, before, costs)
         self.old = carried(setting.old, setting.key, theory, self.costs, self.fitting.capacity) if setting.old is not None else None
         self._generated = counters.search.generated  # partial programs, before
+        self.named: dict[str, Alternation] = {}  # strategies by name that were looked at
 
     def candidates(self, known: float) -> list[Candidate]:
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views; none where the bound says that
@@ -231,15 +232,20 @@ class Alternation(Turns):
             with suppress(InsufficientMemoryError, PlanError):  # something else may fit
                 other = Alternation(replace(self.setting, rule=own, old=None), self.theory, self.counters, self.told, costs=self.costs)
                 other.beams = False  # of fewer programs than here
+                self.named[name] = other
                 other._meet(min(known, before))
-                self.goals |= other.goals
-                for found in at_their_best(other.found.values())[:NAMED]:  # of which the simulator may like another one than the cheapest
-                    lengths = self.lengths(self.starts.by_kind(found.shares)) | dict(found.lengths)  # of all cuts that there are here
-                    bound = least(self.problem, self.costs.lengths_to_shares(lengths))  # what is proven there is of fewer programs
-                    self.found[name, id(found.program)] = replace(found.proven(bound), lengths=lengths)
+                self._take(name, other)
                 best = self.best()
                 if best.cost < before:
                     self.alternate(self.starts.by_kind(best.shares), known, best.lengths)
+
+    def _take(self, name: str, other: Alternation) -> None:
+        """Keeps the best of what a strategy by name has found."""
+        self.goals |= other.goals
+        for found in at_their_best(other.found.values())[:NAMED]:  # of which the simulator may like another one than the cheapest
+            lengths = self.lengths(self.starts.by_kind(found.shares)) | dict(found.lengths)  # of all cuts that there are here
+            bound = least(self.problem, self.costs.lengths_to_shares(lengths))  # what is proven there is of fewer programs
+            self.found[name, id(found.program)] = replace(found.proven(bound), lengths=lengths)
 
     def _prove(self, before: Candidate, known: float) -> None:
         """Searches to the end where short searches have found the best program; unless that is hardly better than `before`, of which more is proven:
@@ -269,6 +275,10 @@ class Alternation(Turns):
             best = self.best()
             for lengths in around(best.lengths, self.kinds, movable, shares):
                 self.by_peaks(lengths, 1.0)
+                for name, other in self.named.items():  # of fewer programs beams see other ones
+                    other.by_peaks(lengths, 1.0, self.least())
+                    if other.least() < self.least():
+                        self._take(name, other)
                 if self.least() < (1 - STALLED) * best.cost:
                     break
             else:

@@ -274,16 +274,16 @@ class Turns:
         """Whether it is worth while to look for a program that fits."""
         return bool(self.found) or self.tightest.part <= MAY_FIT
 
-    def by_peaks(self, lengths: Lengths, times: float = UNLIKELY) -> None:
-        """Keeps what beams find that know peaks (`hapx.by_peaks`), if it costs less than so many times the best here, and that beside; and what they
-        find at the lengths of that, as long as it is better."""
+    def by_peaks(self, lengths: Lengths, times: float = UNLIKELY, known: float = inf) -> None:
+        """Keeps what beams find that know peaks (`hapx.by_peaks`), if it costs less than so many times the best here, and that beside, and `known`
+        seconds; and what they find at the lengths of that, as long as it is better."""
         limits = self.fitting.limits
         for _ in range(TURNS):
             at, before = self.at(lengths), self.least()
             if at in self.beamed:
                 break
             self.beamed.add(at)
-            for solution, own in self.peaks.at(lengths, lambda: times * min(self.least(), self.setting.beside), self.counters.search):
+            for solution, own in self.peaks.at(lengths, lambda: times * min(self.least(), self.setting.beside, known), self.counters.search):
                 goal = self.goal(solution)
                 self.keep(solution, goal, own, self._ratios_of(own, goal.cuts))
             if self.least() >= (1 - STALLED) * before:
