@@ -270,7 +270,7 @@ class Alternation(Turns):
         if not (self.beams and self.binds and self.free and self.found):
             return []
         known, movable = set(self.found), [c for c in self.cuts if c not in self.fixed]
-        shares = np.full(len(self.sizes), 1.0 / sum(self.sizes)), np.asarray(self.costs.speeds)
+        shares = self.starts.even, self.starts.speed
         for _ in range(ROUNDS):
             best = self.best()
             for lengths in around(best.lengths, self.kinds, movable, shares):
@@ -286,9 +286,9 @@ class Alternation(Turns):
         return [candidate for key, candidate in self.found.items() if key not in known]
 
     def from_even_shares(self) -> list[Candidate]:
-        """Candidates from even shares, where `_starts` left them out because a search on several axes costs more. For the best view only."""
-        even = np.full(len(self.sizes), 1.0 / sum(self.sizes))
-        if not self.free or self.setting.start is not None or len(self.theory.mesh.axes) == 1 or np.allclose(even, self.costs.speeds):
+        """Candidates from even shares, where `Starts.usual` left them out because a search on several axes costs more. For the best view only."""
+        even = self.starts.even
+        if not self.free or self.setting.start is not None or len(self.theory.mesh.axes) == 1 or np.allclose(even, self.starts.speed):
             return []
         known = set(self.found)
         with suppress(InsufficientMemoryError):  # something else fits

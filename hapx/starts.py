@@ -43,28 +43,25 @@ _ROW_KINDS: tuple[Literal["compute", "storage"], ...] = ("compute", "storage")
 
 class Starts:
     """Ratios to begin with on one mesh: rows of shares of one device of each kind. steps: of the problem; before: the best candidate of other views,
-    whose shares are where it begins on several axes."""
+    whose shares are where it begins on several axes.
+
+    Attributes:
+        even, speed: shares that are equal, and in proportion to speed.
+        small: whether a search is so short that there are many. free: whether ratios are chosen here.
+    """
 
     def __init__(self, setting: Setting, theory: Theory, costs: CostModel, steps: int, before: Candidate | None):
         self.setting, self.theory, self.costs, self.steps, self.before = setting, theory, costs, steps, before
         self.kinds, self.sizes, self.capacity = costs.kinds, costs.sizes, np.asarray(costs.capacity)
         axis, segments = theory.mesh.uneven, range(setting.graph.segments)
         self.rows = tuple(theory.mesh.row(axis, kind, s) for s in segments for kind in _ROW_KINDS) if axis is not None else ()
-
-    @property
-    def small(self) -> bool:
-        """Whether a search is so short that there are many."""
-        return self.steps <= (FEW_STEPS if len(self.theory.mesh.axes) == 1 else FEW_STEPS_ON_AXES)
-
-    @property
-    def free(self) -> bool:
-        """Whether ratios are chosen here."""
-        return self.setting.rule.ratios == "balanced" and bool(self.rows)
+        self.even: Vector = np.full(len(self.sizes), 1.0 / sum(self.sizes))
+        self.speed: Vector = np.asarray(costs.speeds)
+        self.small = steps <= (FEW_STEPS if len(theory.mesh.axes) == 1 else FEW_STEPS_ON_AXES)
+        self.free = setting.rule.ratios == "balanced" and bool(self.rows)
 
     def usual(self) -> list[dict[Row, Vector]]:
         """What restrictions say, else in proportion to speed, and evenly. Raises HapError for given ratios that are none."""
-        n = sum(self.sizes)
-        even, speed = np.full(len(self.sizes), 1.0 / n), np.asarray(self.costs.speeds)
         ratios = self.setting.rule.ratios
         if isinstance(ratios, tuple):
             return [self._explicit(ratios)]
@@ -75,9 +72,9 @@ class Starts:
         if ratios == "balanced" and self.before is not None and len(self.theory.mesh.axes) > 1 and self.steps > FEW_STEPS:
             return [self._as_before(self.before)]
         # on several axes a search costs more, and ratios that differ only between machines start nearer to the best
-        single = np.allclose(even, speed) or (len(self.theory.mesh.axes) > 1 and self.steps > FEW_STEPS)
-        both: list[Vector] = [speed] if single else [speed, even]
-        chosen = [even] if ratios == "even" else [speed] if ratios == "speed" else both
+        single = np.allclose(self.even, self.speed) or (len(self.theory.mesh.axes) > 1 and self.steps > FEW_STEPS)
+        both = [self.speed] if single else [self.speed, self.even]
+        chosen = [self.even] if ratios == "even" else [self.speed] if ratios == "speed" else both
         return [dict.fromkeys(self.rows, shares) for shares in chosen]
 
     def tight(self) -> Iterator[dict[Row, Vector]]:
@@ -88,8 +85,7 @@ class Starts:
         if free and self.steps > VERY_FEW_STEPS:
             yield self.by_memory()
         elif free:
-            speeds, capacity = np.asarray(self.costs.speeds), self.capacity
-            several = where_memory_binds(speeds, self.sizes, capacity, lambda: speeds), where_little_is_left(self.sizes, capacity)
+            several = where_memory_binds(self.speed, self.sizes, self.capacity, lambda: self.speed), where_little_is_left(self.sizes, self.capacity)
             for compute, storage in chain.from_iterable(several):
                 yield {r: storage if r.kind == "storage" else compute for r in self.rows}
 
@@ -101,21 +97,21 @@ class Starts:
                 now = self.by_kind(best().shares)
                 yield {r: storage if r.kind == "storage" else now[r] for r in self.rows}
             return
-        row, speeds = self.rows[0], np.asarray(self.costs.speeds)
+        row = self.rows[0]
 
         def compute() -> Vector:
             return self.by_kind(best().shares)[row]
 
-        for start in further(speeds, self.sizes, compute):
+        for start in further(self.speed, self.sizes, compute):
             yield {r: start[r.kind == "storage"] for r in self.rows}
         if binds():
-            for start in where_memory_binds(speeds, self.sizes, self.capacity, compute):
+            for start in where_memory_binds(self.speed, self.sizes, self.capacity, compute):
                 yield {r: start[r.kind == "storage"] for r in self.rows}
 
     def by_kind(self, shares: Mapping[Row, tuple[float, ...]]) -> dict[Row, Vector]:
         """Shares per coordinate as shares per kind; of a row without shares, proportional to speed."""
         own = {row: np.array([max(shares[row][c] for c in kind) for kind in self.kinds]) for row in self.rows if row in shares}
-        return dict.fromkeys(self.rows, np.asarray(self.costs.speeds)) | own
+        return dict.fromkeys(self.rows, self.speed) | own
 
     def by_memory(self) -> dict[Row, Vector]:
         """Everything in proportion to memory."""

@@ -63,6 +63,7 @@ class Turns:
         counters.problem_time += time.perf_counter() - began
         self.problem.watch, self.problem.within = told.watch(), setting.within
         self.starts = Starts(setting, theory, self.costs, len(self.problem.steps), before)
+        self.small, self.free = self.starts.small, self.starts.free
         self.hopeless = 0.0  # how many times as much as the best of the views before its first program costs, where that ended it
         self.fitting = Fitting(theory, self.costs, setting.key, setting.strict)
         self.rejected: tuple[Solution, Lengths] | None = None  # the last program whose peak did not fit at balanced ratios
@@ -80,16 +81,6 @@ class Turns:
         self.beams = few and not setting.within and self.costs.in_flight == self.costs.repeats == 1  # whether they look for what fits
         self.beamed: set[tuple[tuple[int, ...], ...]] = set()  # lengths, as in `searched`, at which they did
         self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
-
-    @property
-    def small(self) -> bool:
-        """Whether a search is so short that there are many."""
-        return self.starts.small
-
-    @property
-    def free(self) -> bool:
-        """Whether ratios are chosen here."""
-        return self.starts.free
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -113,6 +104,10 @@ class Turns:
     def least(self) -> float:
         """Its cost, if anything was found."""
         return self.best().cost if self.found else inf
+
+    def _known(self) -> float:
+        """Seconds of the fastest that is known, here or beside."""
+        return min(self.least(), self.setting.beside)
 
     # -- how it goes on ------------------------------------------------------------------------------------------------------------------------------
 
@@ -144,7 +139,7 @@ class Turns:
             self.searched.add(at)
             self.counters.alternations += 1
             self.told("searching", best)
-            solution, others = self._solutions(lengths, above if best == inf else inf, min(known, self.least(), self.setting.beside))
+            solution, others = self._solutions(lengths, above if best == inf else inf, min(known, self._known()))
             if solution is None and not others:
                 return "hopeless"
             if solution is not None:
@@ -243,7 +238,7 @@ class Turns:
         then, where none fits, the one of least memory. Nothing where all programs take more than `above`; a good one will do where all take more than
         `known`."""
         found, others = self._by_sums(lengths, above, known)
-        worth = bool(others) and self.problem.exposed == 1 and others[0].cost < UNLIKELY * min(self.least(), self.setting.beside)
+        worth = bool(others) and self.problem.exposed == 1 and others[0].cost < UNLIKELY * self._known()
         if self.beams and worth and self.possible():
             self.by_peaks(lengths)
         return found, others
@@ -283,7 +278,7 @@ class Turns:
             if at in self.beamed:
                 break
             self.beamed.add(at)
-            for solution, own in self.peaks.at(lengths, lambda: times * min(self.least(), self.setting.beside, known), self.counters.search):
+            for solution, own in self.peaks.at(lengths, lambda: times * min(self._known(), known), self.counters.search):
                 goal = self.goal(solution)
                 self.keep(solution, goal, own, self._ratios_of(own, goal.cuts))
             if self.least() >= (1 - STALLED) * before:
