@@ -31,14 +31,12 @@ def with_fewer(asked: Setting, plan: Plan) -> Plan:
         return plan
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is to be said of the model was said before
-        found = _fastest(asked, (1 - WORTH) * plan.iteration_time)
-    if found is None:
-        return plan
-    devices, seconds = found
-    return replace(plan, statistics={**plan.statistics, "fewer": {"devices": devices, "seconds": seconds}})
+        found = _fastest(asked, (1 - WORTH) * plan.iteration_time, cost := Counters())
+    told = {"fewer": {"devices": found[0], "seconds": found[1]}} if found is not None else {}
+    return replace(plan, statistics={**cost.added_to(plan.statistics), **told})
 
 
-def _fastest(asked: Setting, best: float) -> tuple[tuple[int, ...], float] | None:
+def _fastest(asked: Setting, best: float, counters: Counters) -> tuple[tuple[int, ...], float] | None:
     """The part that takes least, with its seconds; None where none takes less than `best`."""
     settings = {devices: _of_part(asked, devices) for devices in parts(asked.cluster)}
     least = {devices: at_full_speed(setting) for devices, setting in settings.items()}
@@ -51,7 +49,7 @@ def _fastest(asked: Setting, best: float) -> tuple[tuple[int, ...], float] | Non
             break
         with suppress(InsufficientMemoryError, PlanError):
             setting = replace(settings[devices], graph=graph)
-            seconds = plan_spmd(setting, Counters(), views(setting.cluster, setting.rule)[:1])[0].time
+            seconds = plan_spmd(setting, counters, views(setting.cluster, setting.rule)[:1])[0].time
             best, found = (seconds, (devices, seconds)) if seconds < best else (best, found)
     return found
 

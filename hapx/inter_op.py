@@ -27,7 +27,7 @@ from hapx.put_together import PUT_TOGETHER, SMALL, Made, look_ahead, polished, p
 from hapx.restriction import Restriction
 from hapx.scarcity import lacks_memory
 from hapx.seen import Seen, remembered
-from hapx.setting import Setting
+from hapx.setting import Counters, Setting
 from hapx.stage_prices import Asker
 from hapx.stages.clustering import find_layers, node_flops
 from hapx.stages.costs import ONE_F_ONE_B, Pipeline, eager
@@ -68,14 +68,13 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
     numbers = (number,) if number is not None else numbers_of_micro_batches(asked.graph.batch, asked.cluster, scarce)
     free = may_have_stages(asked.rule, asked.cluster)
     found: list[Plan] = []
-    spent = 0.0
+    began, cost = time.perf_counter(), Counters()
     apart = free and bool(numbers)
     with _single(asked, whole, hopeless=scarce and len(asked.graph.nodes) > SMALL, apart=apart) as single:
         if free:
             with suppress(_GoodEnough), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what is to be said of the model is said of the plan of one stage
                 single.expect_more()
-                began = time.perf_counter()
                 told = _teller(asked)
 
                 def watch(detail: str) -> None:
@@ -83,11 +82,11 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
                     told("planning stages", detail=detail)
 
                 try:
-                    found = pipelines(asked, parts, numbers, single, watch, more=number is None)
+                    found = pipelines(asked, parts, numbers, single, watch, more=number is None, counters=cost)
                 except HapError:
                     single(inf)  # what they lack does not matter where none is needed
                     raise
-                spent = time.perf_counter() - began
+        spent = time.perf_counter() - began
         one = single.plan(found[0].iteration_time if found else inf)
         single.say()
     if not found or (one is not None and one.iteration_time <= found[0].iteration_time):
@@ -95,11 +94,11 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
             if single.failure is not None:
                 raise single.failure
             return whole(lambda _: None)
-        return replace(one, statistics={**one.statistics, "stages_time": spent, "pipelines": len(found)})
+        return replace(one, statistics={**cost.added_to(one.statistics), "stages_time": spent, "pipelines": len(found)})
     best = found[0]
     warn_of_mixing(best.graphs[best.first])
     before = {**one.statistics, "one_stage": one.iteration_time} if one is not None else single.known
-    return replace(best, statistics={**before, **best.statistics, "stages_time": spent, "pipelines": len(found)})
+    return replace(best, statistics={**cost.added_to(before), **best.statistics, "stages_time": spent, "pipelines": len(found)})
 
 
 class _GoodEnough(Exception):
@@ -153,7 +152,7 @@ class _Single:
             self(inf)
 
     @property
-    def known(self) -> dict[str, float]:
+    def known(self) -> dict[str, Any]:
         """Statistics where it was not waited for."""
         return {} if self._waited or self._bound is None else {"one_stage_at_least": self._bound[0]}
 
@@ -197,13 +196,16 @@ def plan_of_micro_batches(asked: Setting) -> Plan:
     micro = asked.graph.micro_batches
     assert micro is not None, "a graph of micro-batches"
     told = _teller(asked)
-    found = pipelines(asked, lambda _: asked.graph, (micro.number,), watch=lambda detail: told("planning stages", detail=detail), more=False)
+    counters = Counters()
+    found = pipelines(
+        asked, lambda _: asked.graph, (micro.number,), watch=lambda detail: told("planning stages", detail=detail), more=False, counters=counters
+    )
     if not found:
         raise InsufficientMemoryError(
             f"no plan of {micro.number} micro-batches fits into memory", where=f"cluster {asked.cluster.name}", allowed="more devices or memory",
             hint="more micro-batches are smaller: plan the model again with the changed cluster file",
         )  # fmt: skip
-    return found[0]
+    return replace(found[0], statistics=counters.added_to(found[0].statistics))
 
 
 def _teller(asked: Setting) -> Teller:
@@ -219,11 +221,13 @@ def at_full_speed(asked: Setting) -> float:
 
 def pipelines(
     asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], rival: Rival = lambda _: None,
-    watch: Callable[[str], None] = lambda _: None, *, more: bool = True, one_stage: bool = True,
+    watch: Callable[[str], None] = lambda _: None, *, more: bool = True, one_stage: bool = True, counters: Counters | None = None,
 ) -> list[Plan]:  # fmt: skip
     """Plans of micro-batches, best first; none where the model or the cluster cannot be cut, or nothing fits. rival: gives a plan that they are to
     be faster than, once it is needed. more: the best one is also tried with more micro-batches than these numbers. one_stage: one stage on all
-    devices that accumulates gradients over micro-batches is a candidate; it takes less memory than the rival, and is no faster otherwise."""
+    devices that accumulates gradients over micro-batches is a candidate; it takes less memory than the rival, and is no faster otherwise. counters:
+    get what all of it cost."""
+    counters = Counters() if counters is None else counters
     if asked.cluster.num_devices < 2 and not one_stage:
         return []
     # what is asked only has to rank: stages that are chosen are planned once more without these limits
@@ -234,7 +238,7 @@ def pipelines(
     def another(number: int, afresh: bool = False) -> Asker | None:
         """Also asks about so many micro-batches; None where their layers are others. afresh: not with programs that were searched for like ones."""
         watch(f"capturing one of {number} micro-batches")
-        asker = _asker(asked, rule, parts, number)
+        asker = _asker(asked, rule, parts, number, counters)
         if asker is None or (askers and len(asker.layers) != len(askers[0].layers)):
             return None
         like = (a for a in askers if not a.others and max(number, n := a.asked.repeats) <= LIKE * min(number, n))
@@ -285,7 +289,8 @@ def pipelines(
     with beside(lambda: polished(first, asked.rule)) as polishing:
         plans = _improved(plans, asked, watch, with_twice_as_many if more else lambda _: None)
         watch("planning the slowest stages of the best pipeline once more")
-        best = polishing.result() if plans[0] is first else polished(plans[0], asked.rule)
+        best, cost = polishing.result() if plans[0] is first else polished(plans[0], asked.rule)
+        counters.include(cost)
     ranked, scale = [m.plan for m in plans], _scale(first)
     if best is not None and best.iteration_time < ranked[0].iteration_time:
         ranked.insert(0, best)
@@ -397,11 +402,11 @@ def _interleaved(plans: Sequence[Made], asked: Setting, watch: Callable[[str], N
     return again if again is not None and again.plan.iteration_time < best else None
 
 
-def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], number: int) -> Asker | None:
+def _asker(asked: Setting, rule: Restriction, parts: Callable[[int], Graph], number: int, counters: Counters) -> Asker | None:
     """None where the model cannot be cut so."""
     with suppress(PlanError):
         graph = discover(parts(number))
         layers = find_layers(graph)
         if len(layers) > 1:
-            return Asker(replace(asked, graph=graph, rule=rule, repeats=number, progress=None, old=None), layers)
+            return Asker(replace(asked, graph=graph, rule=rule, repeats=number, progress=None, old=None), layers, counters)
     return None

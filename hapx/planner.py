@@ -360,8 +360,8 @@ def plan_module(
     rule = with_remat(restriction(strategy), remat)  # wrong names are reported before the long part
     from hapx.graph.captures import Captures  # torch is needed only to capture
 
-    captures = captures or Captures(module, example_inputs, loss_fn)
     began = time.perf_counter()
+    captures = captures or Captures(module, example_inputs, loss_fn)
     graph = captures.whole()
     captured = time.perf_counter() - began
     graph = discover(graph)  # here, as it may run kernels: torch's threads do not survive in the copy of the process that may plan this
@@ -381,9 +381,12 @@ def plan_module(
             advise=False, tell=tell,
         )  # fmt: skip
 
+    def timed(plan: Plan) -> Plan:
+        return replace(plan, statistics={**plan.statistics, "planning_time": time.perf_counter() - began})
+
     try:
         if rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1:
-            return whole()
+            return timed(whole())
         from hapx.inter_op import plan_with_stages
 
         plan = plan_with_stages(asked, whole, batches.part, number)
@@ -393,7 +396,7 @@ def plan_module(
 
     if "coverage" not in plan.statistics:  # a pipeline has it from the plan of one stage, if that was waited for
         plan = replace(plan, statistics={"capture_time": captured, "coverage": coverage(graph).as_dict(), **plan.statistics})
-    return with_fewer(asked, plan)
+    return timed(with_fewer(asked, plan))
 
 
 def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:

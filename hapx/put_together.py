@@ -28,7 +28,7 @@ from hapx.processes import at_the_same_time
 from hapx.restriction import Restriction
 from hapx.schedules import Style, crossings_between, everywhere, hidings, in_flight, nearby, patient
 from hapx.setting import Counters, Setting
-from hapx.stage_prices import LEVELS, Asker, Planned, view_of
+from hapx.stage_prices import LEVELS, Asker, Planned, roomy_or_none, view_of
 from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline
 from hapx.stages.interleaved import INTERLEAVED
 
@@ -61,7 +61,7 @@ def look_ahead(wanted: Iterable[tuple[Asker, Pipeline]]) -> None:
     longest = sorted(jobs.items(), key=lambda job: -job[1][0])
     found = at_the_same_time([plan for _, (_, _, plan) in longest])
     for ((_, key), (_, asker, _)), planned in zip(longest, found, strict=True):
-        asker.pieces[key] = planned
+        asker.settle(key, planned)
 
 
 def put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics: dict[str, Any]) -> Made | None:
@@ -144,10 +144,10 @@ def has_room(staged: Staged) -> bool:
     return all(held <= usable(cluster.type_of(d)) for d, held in enumerate(staged.memory))
 
 
-def polished(made: Made, rule: Restriction) -> Plan | None:
+def polished(made: Made, rule: Restriction) -> tuple[Plan | None, Counters]:
     """The stages that take longest planned once more, with all forms, also on the flat view, as long as the slowest one gets faster; and schedules
-    near the best one. None where nothing fits."""
-    plan, asker = made.plan, made.asker
+    near the best one. None where nothing fits. And what that cost."""
+    plan, asker, cost = made.plan, made.asker, Counters()
     kept, number = in_flight(plan.schedules[plan.first]), asker.asked.repeats
     seconds = [p.times.micro * number + p.times.iteration for p in made.pieces]
     known: dict[Any, Piece | None] = {}
@@ -156,18 +156,18 @@ def polished(made: Made, rule: Restriction) -> Plan | None:
         stage, piece = made.pipeline.stages[i], made.pieces[i]
         key = asker.classes[stage.start : stage.stop], stage.shape
         if key not in known:
-            known[key] = _planned_again(asker, stage, piece, rule, kept[i])
+            known[key] = _planned_again(asker, stage, piece, rule, kept[i], cost)
         better = known[key]
         faster = better is not None and better.times.micro * number + better.times.iteration < seconds[i]
         if better is None or not faster or asker.fits(better) < kept[i]:
             break  # faster other stages are of no use
         pieces[i] = _placed(asker, stage.start, stage.stop, better, stage.devices)
     with suppress(HapError):
-        return _scheduled(pieces, asker.asked, rule, dict(plan.statistics), thorough=True)
-    return None
+        return _scheduled(pieces, asker.asked, rule, dict(plan.statistics), thorough=True), cost
+    return None, cost
 
 
-def _planned_again(asker: Asker, stage: Assigned, piece: Piece, rule: Restriction, kept: int) -> Piece | None:
+def _planned_again(asker: Asker, stage: Assigned, piece: Piece, rule: Restriction, kept: int, cost: Counters) -> Piece | None:
     """A stage planned for so many micro-batches in flight; a large one as if memory were no matter."""
     large = len(piece.graph.nodes) > SMALL
     rule = replace(rule, segments="none", max_stages=1, remat="none")
@@ -178,7 +178,7 @@ def _planned_again(asker: Asker, stage: Assigned, piece: Piece, rule: Restrictio
     own = replace(asker.asked, graph=piece.graph, cluster=cluster, rule=rule, in_flight=kept, within=POLISH)
     meshes = list(dict.fromkeys([view_of(own), views(cluster, rule)[0]]))
     with suppress(InsufficientMemoryError, PlanError):
-        best = asker.roomy(own, meshes) if large else plan_spmd(own, Counters(), meshes)[0]
+        best = roomy_or_none(own, cost, meshes) if large else plan_spmd(own, cost, meshes)[0]
         return piece_of(best, piece.nodes, tuple(range(cluster.num_devices))) if best is not None else None
     return None
 

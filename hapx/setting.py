@@ -37,15 +37,25 @@ class Counters:
 
     def include(self, other: Counters) -> None:
         """What another plan cost, of which nothing else is told."""
-        for name in (*(f.name for f in fields(self) if f.name.endswith("_time")), "alternations"):
+        for name in self._own():
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.search.add(other.search)
 
+    def sums(self) -> dict[str, float]:
+        """What adds up when several things are planned: seconds, and counts of searches."""
+        searched = {f.name: getattr(self.search, f.name) for f in fields(self.search) if f.name != "gap"}
+        return {**{name: getattr(self, name) for name in self._own()}, **searched}
+
     def as_dict(self) -> dict[str, Any]:
-        times = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_time")}
-        counts = {f.name: getattr(self.search, f.name) for f in fields(self.search)}
         ended = {f"ended_{why}": n for why, n in sorted(self.ended.items())}
-        return {**times, **counts, "alternations": self.alternations, **ended, "views": tuple(self.views), "tried": tuple(map(dict, self.tried))}
+        return {**self.sums(), "gap": self.search.gap, **ended, "views": tuple(self.views), "tried": tuple(map(dict, self.tried))}
+
+    def added_to(self, statistics: Mapping[str, Any]) -> dict[str, Any]:
+        """Statistics of a plan, to which is added what else was planned before it was chosen."""
+        return {**statistics, **{name: statistics.get(name, 0) + number for name, number in self.sums().items()}}
+
+    def _own(self) -> list[str]:
+        return [*(f.name for f in fields(self) if f.name.endswith("_time")), "alternations"]
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ FEW = 8  # micro-batches for which an answer should have room, if there are as m
 ROUGH = 0.03  # how far from the optimum programs of the whole model may be
 FAR_TOO_MUCH = 2.0
 STORED = (Kind.PARAMETER, Kind.BUFFER)
-Planned = tuple[Piece | None, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +61,19 @@ LEVELS = tuple(Level(storage, again) for storage in ("auto", "sharded-inside", "
 PLAIN = 0
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What came of planning a stage. room: the micro-batches for which there is memory. cost: of planning it."""
+
+    piece: Piece | None
+    room: int
+    cost: Counters
+
+
 @dataclass
 class Asker:
-    """See the module. asked: the setting of the whole graph of a micro-batch; `repeats` is the number of micro-batches. layers: node ranges."""
+    """See the module. asked: the setting of the whole graph of a micro-batch; `repeats` is the number of micro-batches. layers: node ranges.
+    counters: what all planning cost that it asked for, in copies of the process, too."""
 
     asked: Setting
     layers: Sequence[tuple[int, int]]
@@ -77,7 +86,7 @@ class Asker:
     shares: dict[Hashable, float] = field(default_factory=dict)  # by group of shapes; see `WholeModel.really_kept`
     least: dict[Shape, int] = field(default_factory=dict)  # the first level of thrift of which there are answers
     theories: dict[int, Theory] = field(default_factory=dict)  # by number of axes
-    pieces: dict[Hashable, Planned] = field(default_factory=dict)  # with the micro-batches for which they have room
+    pieces: dict[Hashable, Planned] = field(default_factory=dict)
 
     def prices(self) -> Prices:
         return Prices(self.asked.repeats, self.ask, self.bound, self.crossing, self.least_crossing, together=True, prepare=self.prepare)
@@ -86,7 +95,8 @@ class Asker:
         """Prices by what is known of stages that were planned for themselves (`piece`): they take what they take. Answers for other layers on a
         shape are off by as much as theirs were, on the average; on other shapes by as much as all were."""
         off: dict[Hashable, list[float]] = {}
-        for key, (piece, _) in self.pieces.items():
+        for key, planned in self.pieces.items():
+            piece = planned.piece
             run, shape, level = cast(tuple[Hashable, Shape, int], key)
             answer = next((a for a in self.known.get((run, shape), ()) if a.plan == level), None)
             if piece is not None and answer is not None and answer.micro > 0:
@@ -98,9 +108,9 @@ class Asker:
             return tuple(corrected(start, stop, shape, answer) for answer in self.ask(start, stop, shape))
 
         def corrected(start: int, stop: int, shape: Shape, answer: Answer) -> Answer:
-            piece, fits = self.pieces.get((self.classes[start:stop], shape, answer.plan), (None, 0))
-            if piece is not None:
-                return replace(answer, micro=piece.times.micro, iteration=piece.times.iteration, most_in_flight=fits)
+            planned = self.pieces.get((self.classes[start:stop], shape, answer.plan))
+            if planned is not None and (piece := planned.piece) is not None:
+                return replace(answer, micro=piece.times.micro, iteration=piece.times.iteration, most_in_flight=planned.room)
             return replace(answer, micro=answer.micro * ratio.get((shape, answer.plan), ratio.get(None, 1.0)))
 
         return replace(self.prices(), ask=exact)
@@ -237,7 +247,7 @@ class Asker:
     def refuse(self, start: int, stop: int, shape: Shape, in_flight: int) -> None:
         """So many micro-batches do not fit after all; fewer do where a program that was planned for these layers has room for them."""
         key = self.classes[start:stop], shape
-        most = min(in_flight - 1, max((self.pieces[*key, level][1] for level in self.levels(shape) if (*key, level) in self.pieces), default=0))
+        most = min(in_flight - 1, max((self.pieces[*key, level].room for level in self.levels(shape) if (*key, level) in self.pieces), default=0))
         for level in self.levels(shape):
             self._at_most(key, level, most)
 
@@ -262,7 +272,7 @@ class Asker:
                 self._whole(like, level)
                 best = self._carried(shape, level)
             if best is None:
-                self._note(shape, level, self._search(shape, level))
+                self._note(shape, level, *self._search(shape, level))
             else:
                 self.wholes[shape, level] = self._read(best, _group(shape, level))
         return self.wholes[shape, level]
@@ -283,8 +293,8 @@ class Asker:
             self._theory(graph, view_of(self._setting(*own)))  # here, so that all share what is derived
         shared = [graph, *graph.nodes, *graph.refs.values(), *(t.triples for t in self.theories.values())]
         found = at_the_same_time([partial(self._search, *own) for own in wanted.values()], shared)
-        for own, best in zip(wanted.values(), found, strict=True):
-            self._note(*own, best)
+        for own, (best, cost) in zip(wanted.values(), found, strict=True):
+            self._note(*own, best, cost)
 
     def _read(self, best: Candidate, group: Hashable) -> WholeModel:
         """A program read layer by layer. What share of the sum over steps is really kept is found once for a group of shapes: that takes long."""
@@ -357,37 +367,37 @@ class Asker:
             self.theories[key] = derive(self.asked.graph, mesh)
         return replace(self.theories[key], graph=graph, mesh=mesh)
 
-    def _search(self, shape: Shape, level: int) -> Candidate | None:
-        """A program of the whole model that is searched for; nothing is noted."""
-        setting = self._setting(shape, level)
+    def _search(self, shape: Shape, level: int) -> tuple[Candidate | None, Counters]:
+        """A program of the whole model that is searched for, and what that cost; nothing is noted."""
+        setting, cost = self._setting(shape, level), Counters()
         mesh = view_of(setting)
-        return self.roomy(setting, [mesh], {mesh.name: self._theory(setting.graph, mesh)})
+        return roomy_or_none(setting, cost, [mesh], {mesh.name: self._theory(setting.graph, mesh)}), cost
 
-    def _note(self, shape: Shape, level: int, found: Candidate | None) -> None:
+    def _note(self, shape: Shape, level: int, found: Candidate | None, cost: Counters) -> None:
         """What a search has found, for this shape and those like it."""
         self.calls += 1
+        self.counters.include(cost)
         group = _group(shape, level)
         self.wholes[shape, level] = self._read(found, group) if found is not None else None
         if found is not None:
             self.library[group] = found
-
-    def roomy(self, setting: Setting, meshes: Sequence[Mesh] | None, theories: Mapping[str, Theory] | None = None) -> Candidate | None:
-        """The planner's program if memory were no matter, at the costs of the actual devices."""
-        with suppress(InsufficientMemoryError, PlanError):
-            return roomy(setting, self.counters, meshes, partial(plan_spmd, theories=theories))
-        return None
 
     def piece(self, start: int, stop: int, shape: Shape, in_flight: int, level: int = PLAIN) -> Piece | None:
         """Layers planned on a shape for so many micro-batches in flight: a program that has room for them, at this level of thrift or the next."""
         for thrift in self._from(shape, level):
             key = self.classes[start:stop], shape, thrift
             if key not in self.pieces:
-                self.pieces[key] = self._planned(start, stop, shape, thrift)
-            found, fits = self.pieces[key]
-            self._at_most(key[:2], thrift, fits)
-            if found is not None and fits >= in_flight:
-                return found
+                self.settle(key, self._planned(start, stop, shape, thrift))
+            found = self.pieces[key]
+            self._at_most(key[:2], thrift, found.room)
+            if found.piece is not None and found.room >= in_flight:
+                return found.piece
         return None
+
+    def settle(self, key: Hashable, planned: Planned) -> None:
+        """Takes what was planned for a key of `missing`."""
+        self.pieces[key] = planned
+        self.counters.include(planned.cost)
 
     def finer(self, layers: Sequence[tuple[int, int]], pipelines: Iterable[Pipeline]) -> tuple[Asker, list[Pipeline]]:
         """Asks about parts of these layers, and knows what this one knows of the whole model and of the stages of these pipelines, which come back as
@@ -404,7 +414,7 @@ class Asker:
                     if planned is not None:
                         key = own.classes[new.start : new.stop], new.shape
                         own.pieces[*key, thrift] = planned
-                        own._at_most(key, thrift, planned[1])
+                        own._at_most(key, thrift, planned.room)
             found.append(replace(pipeline, stages=tuple(stages)))
         return own, found
 
@@ -421,9 +431,10 @@ class Asker:
         """Layers planned on a shape as if memory were no matter, and the micro-batches for which there is room."""
         nodes = (self.layers[start][0], self.layers[stop - 1][1])
         setting = self._setting(shape, thrift, part(self.asked.graph, *nodes))
-        best = self.roomy(setting, [view_of(setting)])
+        cost = Counters()
+        best = roomy_or_none(setting, cost, [view_of(setting)])
         made = piece_of(best, nodes, tuple(range(shape.num_devices))) if best is not None else None
-        return made, self.fits(made) if made is not None else 0
+        return Planned(made, self.fits(made) if made is not None else 0, cost)
 
     def fits(self, piece: Piece) -> int:
         """Micro-batches for which a program has room."""
@@ -434,6 +445,15 @@ class Asker:
             return 0
         temporary = while_running(found, exact) - found.kept
         return most_in_flight(tuple(exact.capacity), tuple(temporary), tuple(found.kept), (0.0,) * len(exact.kinds))
+
+
+def roomy_or_none(
+    setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, theories: Mapping[str, Theory] | None = None
+) -> Candidate | None:
+    """The planner's program if memory were no matter, at the costs of the actual devices; None where there is none."""
+    with suppress(InsufficientMemoryError, PlanError):
+        return roomy(setting, counters, meshes, partial(plan_spmd, theories=theories))
+    return None
 
 
 class WholeModel:

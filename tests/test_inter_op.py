@@ -22,8 +22,9 @@ from hapx.parts import crossing
 from hapx.plan import Plan
 from hapx.planner import key_of
 from hapx.put_together import look_ahead
+from hapx.report.search import COUNTS
 from hapx.restriction import AUTO
-from hapx.setting import Setting
+from hapx.setting import Counters, Setting
 from hapx.stage_prices import Planned, _round
 from hapx.stages.costs import ONE_F_ONE_B
 from hapx.stages.numbers import numbers_of_micro_batches
@@ -50,6 +51,8 @@ def test_a_slow_link_makes_a_pipeline() -> None:
     single = hapx.plan(model, SLOW, model.example(16), micro_batches=1)
     assert len(single.stages) == 1
     assert single.iteration_time == pytest.approx(plan.statistics["one_stage"])
+    for name in ("expansions", "generated", "alternations"):  # what stages took is counted, too
+        assert plan.statistics[name] > single.statistics[name] > 0
 
 
 def test_what_several_answers_take_is_searched_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +81,7 @@ def test_of_stages_that_are_planned_at_the_same_time_the_longest_come_first(monk
 
     def noted(start: int, stop: int, *_: object) -> Planned:
         planned.append(stop - start)
-        return None, 0
+        return Planned(None, 0, Counters())
 
     monkeypatch.setattr(processes, "_cores", lambda: 1)
     monkeypatch.setattr(four, "_planned", noted)
@@ -111,6 +114,7 @@ def whatever_copies(monkeypatch: pytest.MonkeyPatch, cluster: ClusterSpec) -> Pl
     assert one == three
     assert said_by_one and said_by_one == said_by_three
     assert one.statistics.keys() == three.statistics.keys()
+    assert [one.statistics[name] for name in COUNTS] == [three.statistics[name] for name in COUNTS]
     return one
 
 

@@ -158,7 +158,10 @@ def times_text(plan: Plan, against: Plan | None = None) -> str:
     told = {name: plan.statistics.get(f"{name}_time") for name in ("capture", "theory", "search", "simulation")}
     spent = {name: t for name, t in told.items() if isinstance(t, int | float)}
     if spent:
-        lines.append(f"planning took: {', '.join(f'{name} {time_text(t)}' for name, t in spent.items())}")
+        clock = plan.statistics.get("planning_time")
+        parts = ", ".join(f"{name} {time_text(t)}" for name, t in spent.items())
+        whole = f" {time_text(clock)}; over all cores" if isinstance(clock, int | float) else ""
+        lines.append(f"planning took{whole}: {parts}")
     return "\n".join(lines)
 
 
