@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -57,8 +57,19 @@ ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
 _Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
 _Made = Plan | InsufficientMemoryError | None  # of one stage; why it does not fit; None: not tried
-Rival = Callable[[float], Plan | None]  # of the seconds of a pipeline: a plan of one stage, unless it is known to be slower than that
 Whole = Callable[[Callable[[float], None]], Plan]  # of who is told how long the plan takes at least
+
+
+@dataclass(frozen=True)
+class OneStage:
+    """What is known of a plan of one stage beside a pipeline. plan: None where it does not fit, or was not waited for as it is `slower`: it takes
+    longer than the pipeline, whatever memory there were. Micro-batches one after another on all devices would, too, then."""
+
+    plan: Plan | None = None
+    slower: bool = False
+
+
+Rival = Callable[[float], OneStage]  # of the seconds of a pipeline
 
 
 def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph], number: int | None) -> Plan:
@@ -87,7 +98,7 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
                     single(inf)  # what they lack does not matter where none is needed
                     raise
         spent = time.perf_counter() - began
-        one = single.plan(found[0].iteration_time if found else inf)
+        one = single.beside(found[0].iteration_time if found else inf).plan
         single.say()
     if not found or (one is not None and one.iteration_time <= found[0].iteration_time):
         if one is None:
@@ -125,26 +136,26 @@ class _Single:
         self._waited = True
         return self._job.result()
 
-    def plan(self, best: float) -> Plan | None:
-        """Waits for it, unless it is known to take well more than `best` seconds; None then, and where it does not fit."""
+    def beside(self, best: float) -> OneStage:
+        """Waits for it, unless it is known to take well more than `best` seconds."""
         if not self._waited and best < inf:
             while self._bound is not None:
                 if self._bound[0] > SURE * best:
-                    return None
+                    return OneStage(slower=True)
                 self._bound = self._job.note()
-        return self._made[0] if isinstance(self._made[0], Plan) else None
+        return OneStage(self._made[0] if isinstance(self._made[0], Plan) else None)
 
     @property
     def failure(self) -> InsufficientMemoryError | None:
         """Why there is no plan, if it was tried."""
         return self._made[0] if isinstance(self._made[0], InsufficientMemoryError) else None
 
-    def __call__(self, best: float) -> Plan | None:
-        """The plan. Raises _GoodEnough."""
-        plan = self.plan(best)
-        if plan is not None and plan.iteration_time <= self._enough:
+    def __call__(self, best: float) -> OneStage:
+        """As `beside`. Raises _GoodEnough."""
+        one = self.beside(best)
+        if one.plan is not None and one.plan.iteration_time <= self._enough:
             raise _GoodEnough
-        return plan
+        return one
 
     def expect_more(self) -> None:
         """Raises _GoodEnough if it is there. Without a copy it is made now, as far as is quick."""
@@ -220,13 +231,13 @@ def at_full_speed(asked: Setting) -> float:
 
 
 def pipelines(
-    asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], rival: Rival = lambda _: None,
+    asked: Setting, parts: Callable[[int], Graph], numbers: Sequence[int], rival: Rival = lambda _: OneStage(),
     watch: Callable[[str], None] = lambda _: None, *, more: bool = True, one_stage: bool = True, counters: Counters | None = None,
 ) -> list[Plan]:  # fmt: skip
-    """Plans of micro-batches, best first; none where the model or the cluster cannot be cut, or nothing fits. rival: gives a plan that they are to
-    be faster than, once it is needed. more: the best one is also tried with more micro-batches than these numbers. one_stage: one stage on all
-    devices that accumulates gradients over micro-batches is a candidate; it takes less memory than the rival, and is no faster otherwise. counters:
-    get what all of it cost."""
+    """Plans of micro-batches, best first; none where the model or the cluster cannot be cut, or nothing fits. rival: gives the plan of one stage that
+    they are to be faster than, once it is needed. more: the best one is also tried with more micro-batches than these numbers. one_stage: one stage
+    on all devices that accumulates gradients over micro-batches is a candidate; it takes less memory than the rival, and is no faster otherwise.
+    counters: get what all of it cost."""
     counters = Counters() if counters is None else counters
     if asked.cluster.num_devices < 2 and not one_stage:
         return []
@@ -268,7 +279,7 @@ def pipelines(
             return []
         plans = _chosen(asked, askers, rival, inf, watch, one_stage, drawn)
         number = 4 * max(a.asked.repeats for a in askers)  # smaller micro-batches take less memory
-        todo = [number] if not plans and more and asked.graph.batch % number == 0 and rival(inf) is None else []
+        todo = [number] if not plans and more and asked.graph.batch % number == 0 and rival(inf).plan is None else []
     plans.sort(key=lambda m: m.plan.iteration_time)
     missed, gained = 0, 0.0
     while more and plans and missed < MISSES and is_short(plans[0]):  # smaller ones leave room for quicker programs
@@ -335,8 +346,8 @@ def _chosen(
             keep=CANDIDATES, watch=told,
         )  # fmt: skip
         single = rival(min((p.time for p in found.pipelines), default=inf) / SLOWER)
-        below = min(below, single.iteration_time if single is not None else inf)
-        one_stage = one_stage and (single is None or is_tight(single))
+        below = min(below, single.plan.iteration_time if single.plan is not None else inf)
+        one_stage = one_stage and (is_tight(single.plan) if single.plan is not None else not single.slower)
         plain = [p for a in askers for p in plain_pipelines(a.work, asked.cluster, a.prices(), ONE_F_ONE_B, asked.precision)]
         whole = [p for a in askers if one_stage and (p := a.accumulated()) is not None]
         candidates = (p for p in (*found.pipelines, *plain, *whole) if len(p.stages) <= asked.rule.max_stages and p.time < SLOWER * below)

@@ -54,7 +54,8 @@ from hapx.synth.tables import TensorTable, bits
 LOSS = (1e-3, 1e-2)  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over: of the last,
 LATE = 6  # and, where so many that follow were not alike, of those before them
 SLIGHT = (1e-12, 1e-2)  # part of what follows that where a parameter is must be able to cost, if a context is to say it, on one axis and on several
-DEEPEST = (32, 8)  # levels that a context is followed back at most, on meshes of one axis and of several
+DEEPEST = (32, 16)  # levels that a context is followed back at most, on meshes of one axis and of several; and where there are few steps
+FEW_STEPS = 150
 GENERAL = -1  # whatever is available
 FEW_ROWS = 32  # of a value, up to which it is not worth while to turn its rows around
 Rows = dict[int, Array]  # by where a value has its bits before the level, GENERAL: by none of them
@@ -97,7 +98,7 @@ class Relaxation:
     def __init__(self, problem: Problem, moves: Moves):
         self.problem, self.moves = problem, moves
         several = len(problem.theory.mesh.axes) > 1
-        self.deepest, self.slight = DEEPEST[several], SLIGHT[several]
+        self.deepest, self.slight = DEEPEST[several and len(problem.steps) > FEW_STEPS], SLIGHT[several]
         self.weights = Weights(problem.terms.kinds)
         if problem.repetition is None:
             problem.repetition = Repetition(problem.steps)

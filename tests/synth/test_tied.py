@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hapx.restriction import Restriction
-from hapx.synth import outline
+from hapx.synth import outline, relaxation
 from hapx.synth.astar import Statistics, Width, beam, search
 from hapx.synth.domain import Synthesis
 from hapx.synth.problem import Problem, build
 from hapx.synth.search import program_key, solve
+from hapx.synth.writer import Solution
 from support import toy
 from support.completions import KINDS, Unbounded, walk
 from support.problems import problem_of
@@ -40,6 +41,27 @@ def test_the_narrowest_beam_finds_a_good_place(view: str) -> None:
     print(f"{view}: {narrow.estimate:.4f} s, the best {best.cost:.4f} s, proven to {best.statistics.gap:.2%}")
     assert best.statistics.gap < 0.01
     assert narrow.estimate < 1.02 * best.cost
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_a_place_costs_later_is_known_from_the_start(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
+    """Over a slow link the last step says most of what it costs to store the embedding somewhere. Where that is followed back a few levels only, the
+    search ends with its budget, 2 % above the best program."""
+    with torch.device("meta"):
+        model, tokens = load("gpt").GPT(32768, 512, 8, layers, 256), torch.zeros(64, 256, dtype=torch.int64)
+
+    def solved() -> Solution:
+        problem, costs = problem_of(model, (tokens, tokens), "a6000x2_2080tix2", "2x2")
+        return solve(problem, dict.fromkeys(problem.cuts, costs.speeds), None, program_key(problem.theory))
+
+    best = solved()
+    monkeypatch.setattr(relaxation, "DEEPEST", (8, 8))
+    shallow = solved()
+    for found in (best, shallow):
+        print(f"{found.cost * 1e3:.2f} ms after {found.statistics.expansions} expansions, proven to {found.statistics.gap:.2%}")
+    assert best.statistics.gap < 1e-9
+    assert best.cost <= shallow.cost
+    assert 5 * best.statistics.expansions < shallow.statistics.expansions
 
 
 def again(seed: int, times: int) -> Synthesis:
