@@ -57,7 +57,7 @@ ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
 _Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
 _Made = Plan | InsufficientMemoryError | None  # of one stage; why it does not fit; None: not tried
-Whole = Callable[[Callable[[float], None]], Plan]  # of who is told how long the plan takes at least
+Whole = Callable[[Callable[[float], None] | None], Plan]  # of who is told how long the plan takes at least, if anybody is
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
         if one is None:
             if single.failure is not None:
                 raise single.failure
-            return whole(lambda _: None)
+            return whole(None)
         return replace(one, statistics={**cost.added_to(one.statistics), "stages_time": spent, "pipelines": len(found)})
     best = found[0]
     warn_of_mixing(best.graphs[best.first])

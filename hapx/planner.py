@@ -38,7 +38,7 @@ from hapx.overlap import overlapped
 from hapx.plan import Axis, Mesh, Plan, ProgramKey, key_of
 from hapx.processes import without_collections
 from hapx.progress import Teller, Watcher
-from hapx.recompute import as_chosen, fastest
+from hapx.recompute import as_chosen, at_least, fastest
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.setting import Counters, Setting
 from hapx.simulate import iteration_time
@@ -61,6 +61,7 @@ SIMPLER = 0.02
 SIMULATED = 4  # candidates, and programs at their best lengths, that the simulator ranks
 NEAR = 0.02  # by how much, relative, a program may be slower with one row of ratios to be asked what segments bring
 MOST_FREED = 2  # of the programs asked, those that are searched for with segments
+LARGE = 400  # nodes from which on a quick look tells how long a plan of one stage takes at least: the plan itself takes long
 
 
 # -- mesh views ------------------------------------------------------------------------------------------------------------------------------------
@@ -375,11 +376,15 @@ def plan_module(
     batches = Batches(captures, graph, number, in_parts=in_parts)
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
 
-    def whole(tell: Callable[[float], None] = lambda _: None) -> Plan:
-        return plan_graphs(
+    def whole(tell: Callable[[float], None] | None = None) -> Plan:
+        quick = Counters()
+        if tell is not None and len(graph.nodes) > LARGE:
+            tell(at_least(replace(asked, progress=None), quick, views(cluster, rule), plan_spmd))
+        plan = plan_graphs(
             [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[asked.key], capture_time=captured, progress=progress,
-            advise=False, tell=tell,
+            advise=False, tell=tell or (lambda _: None),
         )  # fmt: skip
+        return replace(plan, statistics=quick.added_to(plan.statistics))
 
     def timed(plan: Plan) -> Plan:
         return replace(plan, statistics={**plan.statistics, "planning_time": time.perf_counter() - began})

@@ -34,6 +34,7 @@ from hapx.simulate import iteration_time
 ROOM = 10**6  # times the memory that there is: more than a mistyped unit lacks
 WORTH = 5e-3  # relative gain below which nothing is searched for: prices of memory are no better (`hapx.synth.search`)
 NEARLY = 1.05  # times what there is: what needs more with as many blocks computed again as save most does not fit with others
+ROUGH = 0.03  # how far from the optimum a quick look may be
 TRIES = 3  # numbers of blocks from one program on
 
 Chosen = tuple[Setting, Candidate]
@@ -203,6 +204,12 @@ def roomy(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, p
     types = {name: replace(kind, memory=kind.memory * ROOM) for name, kind in setting.cluster.device_types.items()}
     found = plan(replace(setting, cluster=replace(setting.cluster, device_types=types)), counters, meshes)[0]
     return replace(found, costs=found.costs.changed(cluster=setting.cluster))
+
+
+def at_least(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner) -> float:
+    """Seconds that every candidate takes at least, whatever memory there is, as far as a quick look says."""
+    found = roomy(replace(setting, within=ROUGH), counters, meshes, plan)
+    return found.time * (1 - max(ROUGH, found.gap))
 
 
 def _timed(candidate: Candidate) -> Candidate:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hapx
-from hapx import inter_op, processes
+from hapx import inter_op, planner, processes
 from hapx.cluster.spec import ClusterSpec
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture import capture
@@ -133,6 +133,15 @@ def test_where_memory_binds_a_plan_of_one_stage_is_not_waited_for(monkeypatch: p
     assert plan.statistics["one_stage_at_least"] > plan.iteration_time and "one_stage" not in plan.statistics
     assert {"capture_time", "coverage", "asks"} <= plan.statistics.keys()
     plan.verify()
+
+
+def test_a_quick_look_at_a_large_model_is_enough_where_one_stage_is_far_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = hapx.plan(MODEL(), SLOW, MODEL().example(16))
+    monkeypatch.setattr(planner, "LARGE", 0)
+    assert "one_stage" not in whatever_copies(monkeypatch, SLOW).statistics
+    plan = hapx.plan(MODEL(), SLOW, MODEL().example(16))
+    assert plan == usual
+    assert 0.9 * usual.statistics["one_stage"] < plan.statistics["one_stage_at_least"] <= usual.statistics["one_stage"]
 
 
 def test_a_quick_link_does_not() -> None:
