@@ -103,7 +103,7 @@ def others(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
 
 def restarts(alternation: Alternation, seed: int) -> Iterator[dict[Row, Vector]]:
     """The grid, then random shares."""
-    rng, sizes, rows = np.random.default_rng(seed), np.array(alternation.sizes), alternation.rows
+    rng, sizes, rows = np.random.default_rng(seed), np.array(alternation.sizes), alternation.starts.rows
     kinds = len(sizes)
     steps = GRID.get(kinds, GRID[4])
     for parts in product(range(steps + 1), repeat=kinds - 1):

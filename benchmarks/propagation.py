@@ -17,7 +17,7 @@ from hapx.lower import Candidate, memory
 from hapx.plan import Communication, Instruction, Mesh, Program, Triple
 from hapx.planner import Setting
 from hapx.simulate import simulate_program
-from hapx.states import REPLICATED, Placement, Property, Sharded
+from hapx.states import REPLICATED, Cut, Placement, Property, Sharded
 from hapx.theory.conversion import paths
 from hapx.theory.derive import derive
 from hapx.theory.replay import replay
@@ -45,7 +45,7 @@ def largest_dims(setting: Setting, mesh: Mesh) -> tuple[float, int]:
     return simulate_program(program, setting.graph, model, used).total, max(memory(best))
 
 
-def _cuts(theory: Theory) -> set[object]:
+def _cuts(theory: Theory) -> set[Cut]:
     placements = [p.placement for ts in theory.triples for t in ts for p in (*t.pre, *t.post)]
     placements += [p for options in theory.stored.values() for p in options]
     return {s.cut for p in placements for s in p.states if isinstance(s, Sharded)}

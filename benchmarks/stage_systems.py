@@ -39,7 +39,7 @@ from hapx.restriction import AUTO, Restriction
 from hapx.scarcity import lacks_memory
 from hapx.setting import Counters
 from hapx.stage_prices import Asker
-from hapx.stages.clustering import Layers, equal_operators, find_layers
+from hapx.stages.clustering import Layers, equal_operators, find_layers, finer
 from hapx.stages.costs import ONE_F_ONE_B, Answer, Pipeline, Prices
 from hapx.stages.dp import Solution, solve
 from hapx.stages.neighbours import neighbours
@@ -297,6 +297,6 @@ def _replaced(known: Memo, clock: _Clock, make_space: Any, program: Any, layers:
     with (
         patch.object(inter_op, "Asker", Remembering), patch.object(inter_op, "space", make_space), patch.object(inter_op, "solve", timed),
         patch.object(inter_op, "find_layers", layers), patch.object(climbing, "neighbours", near),
-        patch.object(climbing, "finer", climbing.finer if near is not no_neighbours and layers is find_layers else whole_layers),
+        patch.object(climbing, "finer", finer if near is not no_neighbours and layers is find_layers else whole_layers),
     ):  # fmt: skip
         yield

@@ -14,7 +14,7 @@ from functools import cache
 from rich.table import Table
 
 from benchmarks.milp import Found, cheapest
-from benchmarks.milp_space import ALL_FORMS, Vector, space
+from benchmarks.milp_space import Vector, space
 from benchmarks.random_cases import PADDED, RandomShares
 from benchmarks.small_models import MODELS
 from benchmarks.workloads import machines, paper_cluster
@@ -23,6 +23,7 @@ from hapx.cost.model import CostModel
 from hapx.plan import ProgramKey
 from hapx.planner import views
 from hapx.restriction import AUTO, Restriction
+from hapx.synth.exhaustive import ALL_FORMS
 from hapx.synth.problem import Problem, build
 from hapx.synth.search import least_memory, program_key, solve
 from hapx.synth.writer import Solution

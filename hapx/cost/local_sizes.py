@@ -15,11 +15,11 @@ import numpy as np
 
 from hapx.cost.memory import states_of
 from hapx.cost.model import CostModel
+from hapx.cost.on_cpu import vector_of_cpu
 from hapx.cost.terms import Vector
 from hapx.cost.transients import (
     FEW_SAMPLES,
     UPDATE_TEMPORARIES,
-    VECTOR,
     Reordered,
     Shards,
     Sizes,
@@ -108,9 +108,9 @@ class LocalSizes:
         """Bytes of a tensor whose local channels are rounded up to whole vectors on CPUs."""
         ref, found = self.graph.refs[copied.name], []
         for kind, cpu in zip(self.exact.kinds, self.cpu, strict=True):
-            shape = list(self._shape(copied.name, placements, kind))
+            shape, whole = list(self._shape(copied.name, placements, kind)), vector_of_cpu()
             for dim in copied.channels if cpu else ():
-                shape[dim] = -(-shape[dim] // VECTOR) * VECTOR
+                shape[dim] = -(-shape[dim] // whole) * whole
             in_place = cpu and copied.unless_few is not None and self._shape(copied.unless_few, placements, kind)[0] < FEW_SAMPLES
             found.append(0.0 if in_place else float(prod(shape) * ref.bytes) / max(ref.size, 1))
         return np.array(found)

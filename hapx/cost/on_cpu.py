@@ -6,7 +6,11 @@ kernels of torch 2.13; GPUs know nothing of it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
 from hapx.cost.compute import tensor
 from hapx.cost.contractions import STATES_KEPT
@@ -14,6 +18,18 @@ from hapx.cost.strides import ATTENTION
 from hapx.cost.transients import Sizes, each
 from hapx.ir import CONVOLUTIONS, Graph, Node, OpCall
 from hapx.states import Placement, Sharded
+
+WIDE = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})  # what oneDNN asks of a processor for vectors of 64 bytes
+
+
+@cache
+def vector_of_cpu() -> int:
+    """Numbers of 4 bytes in a vector of oneDNN's kernels: 16 with AVX-512, 8 with AVX2, by the machine that plans; 16 where it does not say."""
+    with suppress(OSError):
+        flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        known = set(flags[1].split()) if flags is not None else set()
+        return 8 if "avx2" in known and not known >= WIDE else 16
+    return 16
 
 
 def kept_on_cpu(graph: Graph, node: Node, placements: Mapping[str, Placement]) -> Sizes:

@@ -32,7 +32,6 @@ UPDATE_TEMPORARIES: Mapping[str, tuple[float, float]] = MappingProxyType(
     }
 )  # fmt: skip
 
-VECTOR = 16  # channels
 FEW_CHANNELS = 5
 FEW_SAMPLES = 16  # with one thread, torch leaves a convolution of single pixels to oneDNN from so many samples on
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hapx.cost.compute import hidden
 from hapx.cost.memory import saved
-from hapx.cost.on_cpu import kept_on_cpu, temporaries_on_cpu
+from hapx.cost.on_cpu import kept_on_cpu, temporaries_on_cpu, vector_of_cpu
 from hapx.graph.capture import capture
 from hapx.planner import plan_graphs
 from support.clusters import ONE
@@ -77,3 +78,12 @@ def _clones(run: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as found:
         run()
     return sum(e.name == "aten::clone" for e in found.events())
+
+
+VECTORS = {"AVX512": 16, "AVX2": 8}
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux says what the processor has")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in VECTORS, reason="a processor with other vectors, or torch was told to take others")
+def test_vectors_are_as_wide_as_torch_says() -> None:
+    assert vector_of_cpu() == VECTORS[torch.backends.cpu.get_cpu_capability()]
