@@ -6,8 +6,8 @@
 Predicted is `plan.memory`. Measured is what `hapx.profile.memory.training_peak` finds in training steps with AdamW: what is allocated before the
 step, plus the highest running total of the allocation events of torch.profiler (on GPUs: of the caching allocator). The models are so small that all
 of it takes a few minutes, and so large that parameters, optimizer state and activations are tens of MiB. Half of the devices are 2.5 times as fast as
-the others, so shares differ. Vectors of oneDNN are those of the machine that plans (16 numbers with AVX-512, 8 with AVX2): with
-shorter ones convolutions of few channels need less.
+the others, so shares differ. Vectors of oneDNN are those of the machine that plans (16 numbers with AVX-512, 8 with AVX2): with shorter ones
+convolutions of few channels need less.
 """
 
 from __future__ import annotations

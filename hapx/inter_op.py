@@ -24,6 +24,7 @@ from hapx.plan import Plan
 from hapx.processes import Telling, beside, beside_telling
 from hapx.progress import Teller
 from hapx.put_together import PUT_TOGETHER, SMALL, Made, look_ahead, polished, put_together
+from hapx.recompute import Tell
 from hapx.restriction import Restriction
 from hapx.scarcity import lacks_memory
 from hapx.seen import Seen, remembered
@@ -57,7 +58,7 @@ ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
 _Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
 _Made = Plan | InsufficientMemoryError | None  # of one stage; why it does not fit; None: not tried
-Whole = Callable[[Callable[[float], None] | None], Plan]  # of who is told how long the plan takes at least, if anybody is
+Whole = Callable[[Tell | None], Plan]  # of who is told how long the plan takes at least, if anybody is
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
                     single(inf)  # what they lack does not matter where none is needed
                     raise
         spent = time.perf_counter() - began
-        one = single.beside(found[0].iteration_time if found else inf).plan
+        one = single.against(found[0].iteration_time if found else inf).plan
         single.say()
     if not found or (one is not None and one.iteration_time <= found[0].iteration_time):
         if one is None:
@@ -136,7 +137,7 @@ class _Single:
         self._waited = True
         return self._job.result()
 
-    def beside(self, best: float) -> OneStage:
+    def against(self, best: float) -> OneStage:
         """Waits for it, unless it is known to take well more than `best` seconds."""
         if not self._waited and best < inf:
             while self._bound is not None:
@@ -151,8 +152,8 @@ class _Single:
         return self._made[0] if isinstance(self._made[0], InsufficientMemoryError) else None
 
     def __call__(self, best: float) -> OneStage:
-        """As `beside`. Raises _GoodEnough."""
-        one = self.beside(best)
+        """As `against`. Raises _GoodEnough."""
+        one = self.against(best)
         if one.plan is not None and one.plan.iteration_time <= self._enough:
             raise _GoodEnough
         return one
@@ -163,7 +164,7 @@ class _Single:
             self(inf)
 
     @property
-    def known(self) -> dict[str, Any]:
+    def known(self) -> dict[str, float]:
         """Statistics where it was not waited for."""
         return {} if self._waited or self._bound is None else {"one_stage_at_least": self._bound[0]}
 

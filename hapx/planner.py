@@ -38,7 +38,7 @@ from hapx.overlap import overlapped
 from hapx.plan import Axis, Mesh, Plan, ProgramKey, key_of
 from hapx.processes import without_collections
 from hapx.progress import Teller, Watcher
-from hapx.recompute import as_chosen, at_least, fastest
+from hapx.recompute import Tell, as_chosen, at_least, fastest
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.setting import Counters, Setting
 from hapx.simulate import iteration_time
@@ -292,11 +292,12 @@ def plan_graphs(
     graphs: Sequence[Graph], cluster: ClusterSpec, *,
     strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
     keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0, progress: Watcher | None = None,
-    old: Plan | None = None, advise: bool = True, tell: Callable[[float], None] = lambda _: None,
+    old: Plan | None = None, advise: bool = True, tell: Tell | None = None,
 ) -> Plan:  # fmt: skip
     """A plan for the first graph, which chooses mesh and storage, with further programs for the others. progress: is told what is done. old: a plan
     made before, perhaps for another cluster: where the same mesh is tried under the same restriction, it is one of the starts, and a candidate.
-    advise: where nothing fits, what would help is tried and said. tell: see `hapx.recompute.fastest`."""
+    advise: where nothing fits, what would help is tried and said. tell: is told how long the plan takes at least, early
+    where the model is large, and then as `hapx.recompute.fastest` says."""
     graphs = list(map(discover, graphs))
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
@@ -316,15 +317,18 @@ def plan_graphs(
     return plan
 
 
-def _with_remat(
-    setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, tell: Callable[[float], None] = lambda _: None
-) -> tuple[Setting, Candidate]:
+def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, tell: Tell | None = None) -> tuple[Setting, Candidate]:
     """The best candidate, and its setting, with the segments that it has: with blocks computed again in backward where the restriction says so, or
-    where memory binds and that is faster."""
+    where memory binds and that is faster. tell: see `plan_graphs`."""
+    meshes = views(setting.cluster, setting.rule) if meshes is None else meshes
+    if tell is not None and len(setting.graph.nodes) > LARGE:
+        quick = Counters()
+        tell(at_least(setting, quick, meshes, plan_spmd))
+        counters.include(quick)
     remat = setting.rule.remat
     blocks = with_blocks(setting.graph) if remat != "none" and setting.graph.mode == "train" else setting.graph
     if remat == "auto" and blocks is not setting.graph:
-        return fastest(setting, counters, views(setting.cluster, setting.rule) if meshes is None else meshes, plan_spmd, tell)
+        return fastest(setting, counters, meshes, plan_spmd, tell)
     return as_chosen(setting, plan_spmd(replace(setting, graph=blocks), counters, meshes)[0])
 
 
@@ -361,8 +365,8 @@ def plan_module(
     rule = with_remat(restriction(strategy), remat)  # wrong names are reported before the long part
     from hapx.graph.captures import Captures  # torch is needed only to capture
 
-    began = time.perf_counter()
     captures = captures or Captures(module, example_inputs, loss_fn)
+    began = time.perf_counter()
     graph = captures.whole()
     captured = time.perf_counter() - began
     graph = discover(graph)  # here, as it may run kernels: torch's threads do not survive in the copy of the process that may plan this
@@ -376,15 +380,11 @@ def plan_module(
     batches = Batches(captures, graph, number, in_parts=in_parts)
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
 
-    def whole(tell: Callable[[float], None] | None = None) -> Plan:
-        quick = Counters()
-        if tell is not None and len(graph.nodes) > LARGE:
-            tell(at_least(replace(asked, progress=None), quick, views(cluster, rule), plan_spmd))
-        plan = plan_graphs(
+    def whole(tell: Tell | None = None) -> Plan:
+        return plan_graphs(
             [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[asked.key], capture_time=captured, progress=progress,
-            advise=False, tell=tell or (lambda _: None),
+            advise=False, tell=tell,
         )  # fmt: skip
-        return replace(plan, statistics=quick.added_to(plan.statistics))
 
     def timed(plan: Plan) -> Plan:
         return replace(plan, statistics={**plan.statistics, "planning_time": time.perf_counter() - began})

@@ -38,17 +38,19 @@ ROUGH = 0.03  # how far from the optimum a quick look may be
 TRIES = 3  # numbers of blocks from one program on
 
 Chosen = tuple[Setting, Candidate]
+Tell = Callable[[float], None]  # of seconds
 Times = Mapping[str, float | None]  # by mesh view; None where nothing comes near the best one
 Planner = Callable[[Setting, Counters, Sequence[Mesh] | None], list[Candidate]]
 
 
-def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner, tell: Callable[[float], None] = lambda _: None) -> Chosen:
+def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner, tell: Tell | None = None) -> Chosen:
     """See the module. counters: get the time of all that is planned, and what is told of the one that is chosen. tell: is told, where memory binds,
     how many seconds the answer takes at least: as if memory were no matter, then with the blocks that it takes. Raises InsufficientMemoryError where
     nothing fits, PlanError where there is no program."""
     free = roomy(setting, counters, meshes, plan)
     if free.fits:
         return as_chosen(setting, free)
+    tell = tell or (lambda _: None)
     tell(free.time)
     tried, without, asked = _Tried(setting, meshes, plan), _times(counters), False
     if not tried.sufficient(free):
@@ -208,7 +210,7 @@ def roomy(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None, p
 
 def at_least(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner) -> float:
     """Seconds that every candidate takes at least, whatever memory there is, as far as a quick look says."""
-    found = roomy(replace(setting, within=ROUGH), counters, meshes, plan)
+    found = roomy(replace(setting, within=ROUGH, progress=None), counters, meshes, plan)
     return found.time * (1 - max(ROUGH, found.gap))
 
 

@@ -108,8 +108,9 @@ class LocalSizes:
         """Bytes of a tensor whose local channels are rounded up to whole vectors on CPUs."""
         ref, found = self.graph.refs[copied.name], []
         for kind, cpu in zip(self.exact.kinds, self.cpu, strict=True):
-            shape, whole = list(self._shape(copied.name, placements, kind)), vector_of_cpu()
+            shape = list(self._shape(copied.name, placements, kind))
             for dim in copied.channels if cpu else ():
+                whole = vector_of_cpu()
                 shape[dim] = -(-shape[dim] // whole) * whole
             in_place = cpu and copied.unless_few is not None and self._shape(copied.unless_few, placements, kind)[0] < FEW_SAMPLES
             found.append(0.0 if in_place else float(prod(shape) * ref.bytes) / max(ref.size, 1))

@@ -54,7 +54,7 @@ from hapx.synth.tables import TensorTable, bits
 LOSS = (1e-3, 1e-2)  # part of what a repetition costs by which the bound may be too low where tables of repetitions are taken over: of the last,
 LATE = 6  # and, where so many that follow were not alike, of those before them
 SLIGHT = (1e-12, 1e-2)  # part of what follows that where a parameter is must be able to cost, if a context is to say it, on one axis and on several
-DEEPEST = (32, 16)  # levels that a context is followed back at most, on meshes of one axis and of several; and where there are few steps
+DEEPEST = (32, 16)  # levels that a context is followed back at most; the latter on meshes of several axes, in problems of more steps than
 FEW_STEPS = 150
 GENERAL = -1  # whatever is available
 FEW_ROWS = 32  # of a value, up to which it is not worth while to turn its rows around
