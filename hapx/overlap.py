@@ -5,8 +5,9 @@ have spared. Let A be the seconds of a program without these sums, S those of th
 the simulator knows. For every e, a search that counts the part e of the sums (`Problem.exposed`) finds the program of least A + e S, a corner of the
 lower convex hull of all (S, A). The planner has that of e = 1. Here comes that of e = 0, plain data parallelism most often, from both ends on the
 corners at what their programs expose, until these are known (a fixed point: the program found leaves bare what was counted), and the one where both
-ends take equally long. The least A + e S is a concave function of e, so between two ends it lies above their chord and below their lines: where these
-are close, nothing is searched for.
+ends take equally long. What all these expose may be much, or nothing: then come the corners between the fastest one so far and its neighbours. The
+least A + e S is a concave function of e, so between two ends it lies above their chord and below the lines of all programs: where these are close,
+nothing is searched for.
 
 In: the alternation of a view that was searched, its best candidate, and one that gives candidates their simulated times. Out: further candidates,
 which only the simulator can rank.
@@ -15,7 +16,7 @@ which only the simulator can rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ from hapx.alternation import Alternation
 from hapx.ir import Kind
 from hapx.lower import Candidate
 
-SEARCHES = 3  # at most
+SEARCHES = (3, 6)  # at most; the latter in problems of up to
+FEW_STEPS = 100  # nodes and outputs
 WORTH = 1e-3  # relative gain below which nothing is searched for
 ALIKE = 0.05  # parts of the sums that differ by less are searched with once
 
@@ -46,10 +48,12 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
     counted = [1.0]  # parts of the sums that were searched with
     programs = {id(best.program)}
     ends = [line(best)]
+    lines = [*ends]
+    most = SEARCHES[len(alternation.problem.steps) <= FEW_STEPS]
 
     def searched(part: float) -> Line | None:
         """The cheapest with this part of the sums, if it may be worth it and its program is new."""
-        if len(counted) > SEARCHES or any(abs(part - e) <= ALIKE for e in counted):
+        if len(counted) > most or any(abs(part - e) <= ALIKE for e in counted):
             return None
         counted.append(part)
         new = alternation.exposing(part, known * (1 - WORTH))
@@ -58,6 +62,7 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
         programs.add(id(new[0].program))
         found.extend(new)
         made = line(min(new, key=lambda c: c.cost))
+        lines.append(made)
         if part == 0.0:
             ends.append(made)
         return made
@@ -68,7 +73,7 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
             return True
         last, first = ends
         chord = (1 - part) * first.at(0.0) + part * last.at(1.0)
-        return min(first.at(part), last.at(part)) - chord > WORTH * known
+        return min(own.at(part) for own in lines) - chord > WORTH * known
 
     def follow(part: float | None) -> None:
         """From one program to the next, as long as there is a new one."""
@@ -82,7 +87,19 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
         follow(exposed(end, timed(end.candidate).time))
     if len(ends) > 1:
         follow(crossing(*ends))
+    while any(promising(part) and searched(part) is not None for part in beside(lines, timed)):
+        follow(exposed(lines[-1], timed(lines[-1].candidate).time))
     return found
+
+
+def beside(lines: Sequence[Line], timed: Callable[[Candidate], Candidate]) -> Iterator[float]:
+    """The parts at which the fastest program and its neighbours, by their sums, take equally long."""
+    fastest = min(lines, key=lambda own: timed(own.candidate).time)
+    more, less = [own for own in lines if own.sums > fastest.sums], [own for own in lines if own.sums < fastest.sums]
+    for other in (min(more, key=lambda own: own.sums, default=None), max(less, key=lambda own: own.sums, default=None)):
+        part = crossing(fastest, other) if other is not None else None
+        if part is not None:
+            yield part
 
 
 def line(candidate: Candidate) -> Line:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.baselines import EXPERT, Bench, systems
 from benchmarks.workloads import bert_moe, machines
 from hapx.lower import Candidate
-from hapx.overlap import exposed, line
+from hapx.overlap import Line, beside, exposed, line
 from hapx.planner import key_of, plan_spmd, views
 from hapx.restriction import AUTO, Restriction
 from hapx.setting import Counters, Setting
@@ -43,3 +45,12 @@ def test_what_is_exposed_is_what_the_simulator_adds() -> None:
     assert own.at(1.0) == pytest.approx(best.cost)
     assert own.at(exposed(own, best.time)) == pytest.approx(best.time)
     assert sum(s.stop - s.start for s in timeline.spans[0] if "synchronise bucket" in s.name) == pytest.approx(own.sums)
+
+
+def test_beside_the_fastest_program_are_those_with_the_next_sums() -> None:
+    """Three corners, the second of which is the fastest: the others take as long as it where a fifth and a half of the sums count."""
+    best = planned()[0][0]
+    candidates = [replace(best, time=time) for time in (7.0, 6.0, 30.0, 40.0)]
+    lines = [Line(c, *own) for c, own in zip(candidates, ((7.0, 0.0), (6.0, 2.0), (4.0, 12.0), (3.9, 40.0)), strict=True)]
+    assert list(beside(lines, lambda c: c)) == pytest.approx([0.2, 0.5])
+    assert list(beside(lines[:1], lambda c: c)) == []

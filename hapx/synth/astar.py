@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from math import inf
 from operator import itemgetter
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 TOLERANCE = 1e-11
 ROUNDING = 1e-12  # of an estimate: more than rounding does to what is spent
@@ -72,6 +72,15 @@ class Domain(Protocol[N]):
 
     def settled(self, level: int) -> bool:
         """Whether what is good and not done yet repeats itself at a level."""
+
+
+class Sharpen(NamedTuple, Generic[N]):
+    """How a search that is not short makes its estimates sharper, which takes a while. after: nodes that are expanded before, unless it would end
+    with its budget. make: from then on nodes have other estimates; gives those of nodes that were made before, None where it can do nothing. It is
+    told above what no solution is wanted."""
+
+    after: float
+    make: Callable[[float], Callable[[N], float] | None]
 
 
 @dataclass(slots=True)
@@ -286,7 +295,7 @@ def _ranked(domain: Domain[N], nodes: list[N], width: Width) -> list[N]:
 
 def search(
     domain: Domain[N], statistics: Statistics, incumbent: N | None = None, budget: int | None = None, tolerance: float = TOLERANCE,
-    watch: Watch | None = None, pace: Sequence[int] = (), enough: tuple[float, int] = (inf, 0),
+    watch: Watch | None = None, pace: Sequence[int] = (), enough: tuple[float, int] = (inf, 0), sharpen: Sharpen[N] | None = None,
 ) -> N | None:  # fmt: skip
     """A solution that is optimal within `tolerance` (relative), or `incumbent` where nothing is better; None if there is no solution at all.
 
@@ -294,7 +303,7 @@ def search(
     and `statistics.unproven` says so, `statistics.gap` how far from the best it may be. pace: numbers of nodes at which a search
     ends whose least estimate has risen so little since the last of them that at this pace it would not come half of the way to a proof with its
     budget. enough: an estimate, and a number of nodes: it also ends where it keeps so many of them, has a solution, and all solutions are above the
-    estimate."""
+    estimate. sharpen: see `Sharpen`."""
     best = incumbent
     limit = best.estimate * (1 - tolerance) if best is not None else inf
     least = limit  # below the estimates of everything that was not followed further
@@ -303,7 +312,7 @@ def search(
     if start is None:
         return best
     queue: list[tuple[float, int, int, N]] = [(start.estimate, 0, 0, start)]
-    count = generated = 0
+    count = generated = expanded = 0
     asked, then, since, slow = 0, start.estimate, 0, False
     while queue:
         estimate, _, _, node = heapq.heappop(queue)
@@ -319,7 +328,18 @@ def search(
             slow = (estimate - then) * budget < (limit - then) * (count - since) / 2
             asked, then, since = asked + 1, estimate, count
         far = best is not None and estimate > enough[0] and count > enough[1]
-        if far or (budget is not None and (slow or count > (budget if best is not None else 4 * budget))):
+        spent = budget is not None and (slow or count > (budget if best is not None else 4 * budget))
+        if sharpen is not None and not far and (spent or expanded >= sharpen.after):
+            sharper, sharpen = sharpen.make(limit), None
+            if sharper is not None:
+                opened = [(estimate, -node.level, 0, node), *queue]
+                queue = [(now, level, number, n) for _, level, number, n in opened if not n.dead and (now := sharper(n)) < limit]
+                statistics.bounded += len(opened) - len(queue)
+                heapq.heapify(queue)
+                asked, then, since, slow = 0, queue[0][0] if queue else limit, count, False
+                continue
+        expanded += 1
+        if far or spent:
             statistics.unproven += 1
             statistics.cut += len(queue) + 1
             least = estimate

@@ -11,6 +11,8 @@ what comes.
 By the same prices, what is spent after a decision is bounded for every pair of kinds, one forward and one backward (`Bound.paid`): a state dominates
 all that a decision leads to if it has spent no more for any pair, and has as much available.
 
+Searches that are not short make it sharper (`hapx.synth.potentials`): then it is the larger of the two.
+
 Invariant: never more than the true cost of the rest.
 """
 
@@ -26,6 +28,7 @@ from hapx.cost.edges import Array, Mask, Numbers
 from hapx.synth.effect import Vector
 from hapx.synth.moves import Moves
 from hapx.synth.outline import Value
+from hapx.synth.potentials import Potentials
 from hapx.synth.problem import Problem
 from hapx.synth.relaxation import GENERAL, Context, Relaxation, Use
 from hapx.synth.sheet import Weighted
@@ -61,12 +64,22 @@ class Bound:
         self._steps: dict[tuple[int, int, int], Array] = {}
         self._paid: dict[tuple[int, int], tuple[Array, Array | None, Numbers]] = {}
         self.outline = self.relaxation.outline
+        self.potentials: Potentials | None = None  # once it is sharpened
+
+    def sharpen(self, limit: float) -> None:
+        """Makes the bound sharper, which takes about as long as a hundred partial programs. limit: seconds of a program that is known."""
+        potentials = Potentials(self.relaxation)
+        potentials.refine(self.problem.start, limit)
+        self.potentials = potentials
+        for known in self._at:
+            known.clear()
 
     def rest(self, level: int, place: int) -> Vector:
         """Per weight vector, a lower bound of the cost of steps `level` and later when `place` is available."""
         known = self._at[level]
         if place not in known:
-            known[place] = self._rest(level, place, self._contexts(level, place))
+            found = self._rest(level, place, self._contexts(level, place))
+            known[place] = found if self.potentials is None else tuple(map(max, found, self.potentials.rest(level, place)))
         return known[place]
 
     def likely(self, level: int, place: int) -> Vector:
@@ -78,7 +91,10 @@ class Bound:
         return known[place]
 
     def quick(self, level: int, place: int) -> Vector | None:
-        """As `rest`, but parameters that are used again are free; None where `rest` takes no longer, because their prices are known."""
+        """As `rest`, but parameters that are used again are free, or by potentials alone; None where `rest` takes no longer, because their prices are
+        known."""
+        if self.potentials is not None:
+            return self.potentials.rest(level, place) if place not in self._at[level] else None
         if place in self._at[level] or place & self.outline.priced[level] in self._priced[level] or self.relaxation.knows(self._uses(level, place)):
             return None
         return self._rest(level, place, [self.relaxation.general])
@@ -109,7 +125,10 @@ class Bound:
         """Per choice of a step, a lower bound of the cost of a program that has `cost` and these pending vectors before it."""
         weights = self.relaxation.weights
         pending = weights.forward @ np.array(forward) + weights.backward @ np.array(backward)
-        total: Array = (self._choice(level, place) + pending).max(axis=1)
+        rest = self._choice(level, place)
+        if self.potentials is not None:
+            rest = np.maximum(rest, self.potentials.choices(level, place))
+        total: Array = (rest + pending).max(axis=1)
         return cost + total
 
     def paid(self, level: int, place: int, cost: float, forward: Vector, backward: Vector) -> Array | None:

@@ -165,6 +165,19 @@ class Synthesis:
         estimate = self.bound.estimate(fixed + self._priced(self.fixed_memory), self.zero, self.zero, rest)
         return State(0, self.problem.start, fixed, self.zero, self.zero, self.fixed_memory, estimate, fixed, None, None)
 
+    def sharpen(self, limit: float) -> Callable[[State], float] | None:
+        """See `hapx.synth.astar.Sharpen`; None where the bound is sharp already."""
+        if self.bound.potentials is not None:
+            return None
+        self.bound.sharpen(limit)
+        return self._again_estimated
+
+    def _again_estimated(self, state: State) -> float:
+        if state.level == self.depth:
+            return state.estimate
+        rest = self.bound.rest(state.level, state.place)
+        return max(state.estimate, self.bound.estimate(state.cost + self._priced(state.memory), state.forward, state.backward, rest))
+
     def successors(self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None) -> Iterator[State]:
         """By the choices whose bound is below the limit, and which the front does not cover whatever they convert: conversions are priced for no
         others. most: by so many of the best, unless the step places the only parameter that is used again: what its places cost later the bounds of

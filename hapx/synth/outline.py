@@ -103,7 +103,10 @@ class Outline:
         self.values.reverse()
         self.places = [(-1, *values) for values in self.values]
         between = [v for values in self.values for v in values.values() if v.several]
-        self._several = {id(v.table) for v in between}
+        # and parameters that are used three times
+        thrice = [use for use in self.again.values() if use is not None and self.again[use] is not None]
+        shared = [steps[level].kind.slots[slot].table for level, slot in thrice]
+        self._several = {id(v.table) for v in between} | {id(table) for table in shared if table.stored}
         # classes and slots that read values between their first use and their last
         self.wide = {(id(steps[v.use].kind), steps[v.use].slot_shifts.index(v.shift)) for v in dict.fromkeys(between)}
         self.joins = find_joins(steps)

@@ -10,6 +10,8 @@ Memory is first left out. If the program found then fits, it is the answer, beca
 memory gets a price (`hapx.synth.limited`), and in small problems the search is then made with memory as part of the state, unless a step reads so
 many parameters that their ways to be stored are too many to compare (`hapx.synth.moves.Crowded`).
 
+A search that is not short makes its bound sharper on the way (`hapx.synth.potentials`).
+
 How exact: programs of up to `EXACT` steps are optimal, those of up to `NEARLY` within `ALMOST` and larger ones within `WITHIN` of the optimum,
 proven by the bound, unless the search ends with its budget; then a wider beam follows, and where that leaves little in a problem of one axis and few
 steps, the search once more from there. Where memory must be priced, the prices may leave a gap. `statistics.gap` says what was proven. Where only a
@@ -37,7 +39,7 @@ from hapx.ir import Graph
 from hapx.plan import ProgramKey
 from hapx.restriction import AUTO, Restriction
 from hapx.states import Placement
-from hapx.synth.astar import TOLERANCE, Statistics, Width, beam, search
+from hapx.synth.astar import TOLERANCE, Sharpen, Statistics, Width, beam, search
 from hapx.synth.conversions import conversions
 from hapx.synth.domain import State, Synthesis
 from hapx.synth.effect import Vector, compose
@@ -59,6 +61,8 @@ SHORT = BUDGET // 6  # where little is to be expected
 NEARBY = 0.05  # relative difference of shares at which wider beams hardly find anything else than before
 AGAIN = 20_000  # the same once more, where beams found something better and left less than `NEAR`, on one axis and up to `NEARLY[1]` steps
 LONG = 60_000  # the same for problems of up to EXACT steps in which memory binds, where a single one is searched
+SHARPEN = 50  # partial programs after which the bound is made sharper, in problems of up to `EXACT` steps: about as long as that takes;
+SHARP = 400  # in those of up to so many steps where the search would end with its budget and what it finds is wanted
 EXACT = 100  # steps up to which a problem is solved to the end
 NEARLY = (400, 110)  # and up to which one is solved to a, on meshes of one axis and of several,
 ALMOST = 1e-6  # relative distance from the optimum
@@ -189,7 +193,7 @@ def _with_memory(
     else:
         best = domain.follow(problem.programs[0])
     own = Statistics()
-    best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch))
+    best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch, sharpen=Sharpen(SHARPEN, domain.sharpen)))
     best = _widened(domain, own, best, WIDEST, TOLERANCE)
     statistics.gap = 0.0  # that of the program without limits
     statistics.add(own)
@@ -238,7 +242,9 @@ def _search(
     several = len(problem.theory.mesh.axes) > 1
     short = problem.brief or problem.within > 0 or (problem.exposed < 1 and several)
     pace = PACE if len(problem.steps) > EXACT else PACE[:1] if problem.brief and several else ()
-    best = search(domain, own, best, min(budget, SHORT) if short else budget, within, problem.watch, pace, (known, SHORT))
+    sharpened = len(problem.steps) <= (EXACT if problem.within or problem.exposed < 1 else SHARP)
+    sharpen = Sharpen(SHARPEN if len(problem.steps) <= EXACT else inf, domain.sharpen) if sharpened else None
+    best = search(domain, own, best, min(budget, SHORT) if short else budget, within, problem.watch, pace, (known, SHORT), sharpen)
     before = best
     far = best is not None and best.estimate * (1 - own.gap) > known
     if wide and not far and not problem.within and own.unproven and not _found_by_wider(domain, best):

@@ -65,3 +65,11 @@ def used_often(seed: int) -> Synthesis:
     theory = toy.random_theory(seed, mesh, nodes=8, triples=3, states=3 if seed % 2 else 2, parameters=1, often=True)
     problem = build(theory, toy.ToyCosts(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
     return Synthesis(problem, toy.shares(theory, len(kinds), seed), None)
+
+
+def used_again(seed: int, times: int) -> Synthesis:
+    """Of a random graph whose parameters are used so many times, at most: as often as a node has room for one."""
+    mesh, kinds = (toy.FLAT, KINDS[seed % 3 + 1]) if seed % 2 else (toy.SQUARE, ((0,), (1,)))
+    theory = toy.random_theory(seed, mesh, nodes=8, triples=3, states=2, parameters=2, twice=2, times=times)
+    problem = build(theory, toy.ToyCosts(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
+    return Synthesis(problem, toy.shares(theory, len(kinds), seed), None)
