@@ -23,9 +23,9 @@ from typing import NamedTuple
 from hapx.alternation import Alternation
 from hapx.ir import Kind
 from hapx.lower import Candidate
+from hapx.synth.search import EXACT
 
-SEARCHES = (3, 6)  # at most; the latter in problems of up to
-FEW_STEPS = 100  # nodes and outputs
+SEARCHES = (3, 6)  # at most; the latter in problems that are solved to the end (`EXACT`)
 WORTH = 1e-3  # relative gain below which nothing is searched for
 ALIKE = 0.05  # parts of the sums that differ by less are searched with once
 
@@ -49,7 +49,7 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
     programs = {id(best.program)}
     ends = [line(best)]
     lines = [*ends]
-    most = SEARCHES[len(alternation.problem.steps) <= FEW_STEPS]
+    most = SEARCHES[len(alternation.problem.steps) <= EXACT]
 
     def searched(part: float) -> Line | None:
         """The cheapest with this part of the sums, if it may be worth it and its program is new."""
@@ -75,20 +75,24 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
         chord = (1 - part) * first.at(0.0) + part * last.at(1.0)
         return min(own.at(part) for own in lines) - chord > WORTH * known
 
+    def bare(own: Line) -> float:
+        """The part of its sums that a program exposes."""
+        return exposed(own, timed(own.candidate).time)
+
     def follow(part: float | None) -> None:
         """From one program to the next, as long as there is a new one."""
         while part is not None:
             at = searched(part) if promising(part) else None
-            part = exposed(at, timed(at.candidate).time) if at is not None else None
+            part = bare(at) if at is not None else None
 
     if _all_sums(alternation) < known and searched(0.0) is None:
         return found  # nothing is faster even where all sums hide, or one program is the best for every part
     for end in ends:  # to which the search with none of them may add
-        follow(exposed(end, timed(end.candidate).time))
+        follow(bare(end))
     if len(ends) > 1:
         follow(crossing(*ends))
     while any(promising(part) and searched(part) is not None for part in beside(lines, timed)):
-        follow(exposed(lines[-1], timed(lines[-1].candidate).time))
+        follow(bare(lines[-1]))
     return found
 
 

@@ -56,7 +56,6 @@ class Bound:
         self._priced: list[dict[int, list[Context]]] = [{} for _ in range(len(problem.steps) + 1)]  # by what is available of parameters
         self._at: list[dict[int, Vector]] = [{} for _ in range(len(problem.steps) + 1)]
         self._likely: list[dict[int, Vector]] = [{} for _ in problem.steps]
-        self._bounds: dict[tuple[int, bool, int], tuple[Numbers, bool]] = {}
         self._rows: dict[tuple[int, int], tuple[Array, Array]] = {}
         self._known: dict[tuple[int, int], tuple[Weighted, Array]] = {}
         self._together: dict[tuple[int, int, int], Vector] = {}
@@ -269,7 +268,7 @@ class Bound:
         """The bound by one value that is available in `mask`, not below the context's bottom."""
         rows, offset = self.relaxation.rows(context, level)
         best: Array = self._row(rows[value.shift], value, mask) + offset
-        if not value.last and value.use < context.end and not self._bounding(value, mask)[1]:
+        if not value.last and value.use < context.end and not self.outline.including(value.table, mask, value.several)[1]:
             best = np.maximum(best, self._set(context, level, value, mask))
         return best
 
@@ -317,15 +316,6 @@ class Bound:
             if value.last:
                 found = np.minimum.reduce(rows[list(bits(mask))], axis=0)
             else:
-                found = np.maximum.reduce(rows[self._bounding(value, mask)[0]], axis=0)
+                found = np.maximum.reduce(rows[self.outline.including(value.table, mask, value.several)[0]], axis=0)
             known = self._rows[key] = rows, found
         return known[1]
-
-    def _bounding(self, value: Value, mask: int) -> tuple[Numbers, bool]:
-        """The rows of all that includes `mask`: any of them bounds it; and whether there is one for just this."""
-        key = id(value.table), value.several, mask
-        if key not in self._bounds:
-            sets = self.outline.sets(value.table)
-            sets = sets if value.several else sets[: len(value.table.placements)]
-            self._bounds[key] = np.array([i for i, known in enumerate(sets) if known & mask == mask]), mask in sets
-        return self._bounds[key]

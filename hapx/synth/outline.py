@@ -120,6 +120,7 @@ class Outline:
         self._ends: dict[int, tuple[tuple[Numbers, ...], tuple[Numbers, ...]]] = {}
         self._sets: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
         self._inside: dict[int, Mask] = {}
+        self._including: dict[tuple[int, int, bool], tuple[Numbers, bool]] = {}
         self._afterwards: dict[int, Numbers] = {}
         self._following: dict[tuple[int, int], Numbers] = {}
 
@@ -184,6 +185,15 @@ class Outline:
             pairs = pairs if len(pairs) <= PAIRS else {}
             self._sets[id(table)] = [*found, *pairs], list(pairs.values())
         return self._sets[id(table)]
+
+    def including(self, table: TensorTable, mask: int, wide: bool) -> tuple[Numbers, bool]:
+        """The rows of all that includes a mask, any of which bounds it, and whether there is one for just this. wide: all sets are rows, else those
+        of single placements."""
+        key = id(table), mask, wide
+        if key not in self._including:
+            sets = self.sets(table) if wide else self.sets(table)[: len(table.placements)]
+            self._including[key] = np.array([i for i, known in enumerate(sets) if known & mask == mask]), mask in sets
+        return self._including[key]
 
     def inside(self, table: TensorTable) -> Mask:
         """(row, placement) -> whether the placement is in the row's set."""

@@ -93,10 +93,10 @@ class Potentials:
         self._live = self._tracked()
         self._steps = [self._local(level) for level in range(self.depth)]
         self._after: list[dict[int, Array]] = [{} for _ in range(self.depth + 1)]  # M, per level by where tensors have their bits
-        self._before: list[dict[int, Array]] = [{} for _ in range(self.depth + 1)]  # F
+        # F; at first nothing is known of it
+        self._before = [{at: np.zeros((self._size(*own), self.weights)) for at, own in live.items()} for live in self._live]
         self._constants = np.zeros((self.depth + 1, self.weights))  # C
         self._scale = 1.0  # seconds: about the bound
-        self._rows: dict[tuple[int, bool, int], Numbers] = {}
         self._forget()
 
     def refine(self, start: int, limit: float) -> None:
@@ -117,36 +117,42 @@ class Potentials:
 
     def rest(self, level: int, place: int) -> Vector:
         """Per weight vector, a lower bound of the cost of steps `level` and later when `place` is available."""
-        total = self._least[level]
-        for at, (table, wide) in self._live[level].items():
-            total = tuple(map(add, total, self._of(level, at, table, wide, place >> at & table.full)))
-        return total
+        known = self._at[level]
+        if place not in known:
+            total = self._least[level]
+            for at, (table, wide) in self._live[level].items():
+                total = tuple(map(add, total, self._of(level, at, table, wide, place >> at & table.full)))
+            known[place] = total
+        return known[place]
 
     def choices(self, level: int, place: int) -> Array:
         """(choice, weights) -> the same of a program that makes a choice of step `level`."""
         step, reads = self._steps[level], place & self.problem.steps[level].reads
         own = self._by_choice[level].get(reads)
         if own is None:
-            own = self._own(level)
-            for read in step.reads:
+            if level not in self._made:
+                self._made[level] = self._own(level), [self._used(level, read) for read in step.reads]
+            own, used = self._made[level]
+            for read, known in zip(step.reads, used, strict=True):
                 table, wide = self._live[level][read.shift]
-                rows = self._chosen(table, wide, reads >> read.shift & table.full)
-                known = self._used(level, read)[:, rows]
-                own = own + (known.max(axis=1) if wide else known.min(axis=1))
+                found = known[:, self._chosen(table, wide, reads >> read.shift & table.full)]
+                own = own + (found.max(axis=1) if wide else found.min(axis=1))
             self._by_choice[level][reads] = own
         others, read_here = self._least[level + 1], {read.shift for read in step.reads}
         for at, (table, wide) in self._live[level].items():
             if at not in read_here:
                 others = tuple(map(add, others, self._of(level + 1, at, table, wide, place >> at & table.full)))
-        found: Array = own + np.array(others)
-        return found
+        total: Array = own + np.array(others)
+        return total
 
     # -- looking up -------------------------------------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         """What was looked up in tables that are no more."""
         self._least: list[Vector] = list(map(tuple, (self._constants - ROUNDING * self._scale).tolist()))
+        self._at: list[dict[int, Vector]] = [{} for _ in range(self.depth + 1)]
         self._vectors: list[dict[tuple[int, int], Vector]] = [{} for _ in range(self.depth + 1)]
+        self._made: dict[int, tuple[Array, list[Array]]] = {}  # of steps that are asked for: B, and A of each operand
         self._by_choice: list[dict[int, Array]] = [{} for _ in range(self.depth)]
 
     def _of(self, level: int, at: int, table: TensorTable, wide: bool, mask: int) -> Vector:
@@ -158,23 +164,19 @@ class Potentials:
 
     def _chosen(self, table: TensorTable, wide: bool, mask: int) -> Numbers:
         """The rows of a mask: of sets those that include it, any of which is a bound; else its placements."""
-        key = id(table), wide, mask
-        if key not in self._rows:
-            found = [i for i, known in enumerate(self.outline.sets(table)) if known & mask == mask] if wide else list(bits(mask))
-            self._rows[key] = np.array(found)
-        return self._rows[key]
+        return self.outline.including(table, mask, wide)[0] if wide else np.array(list(bits(mask)))
 
     # -- backward and forward ---------------------------------------------------------------------------------------------------------------------
 
     def _backward(self) -> None:
         """M and C from F."""
         for level in range(self.depth - 1, -1, -1):
-            step, own, ahead = self._steps[level], self._own(level), self._before[level]
+            step, own, before = self._steps[level], self._own(level), self._before[level]
             after = {at: self._after[level + 1][at] for at in self._live[level] if at in self._live[level + 1]}
             self._constants[level] = self._constants[level + 1]
             used = [self._used(level, read) for read in step.reads]
             if used:
-                least = [self._finite(_least(known, ahead.get(read.shift))) for read, known in zip(step.reads, used, strict=True)]
+                least = [self._finite((before[read.shift] + known).min(axis=1)) for read, known in zip(step.reads, used, strict=True)]
                 part = (own + sum(least)) / len(used)
                 for read, known, of_read in zip(step.reads, used, least, strict=True):
                     after[read.shift] = ((part - of_read)[:, None] + known).min(axis=0)
@@ -217,16 +219,16 @@ class Potentials:
         step, after = self._steps[level], self._after[level + 1]
         total = step.base
         for at, gives in step.results:
-            total = total + after[at][gives] if at in after else total
+            total = total + after[at][gives]
         for store in step.stores:
             total = total + self._storing(level, store).min(axis=1)
         return total
 
     def _used(self, level: int, read: Read) -> Array:
         """(choice, row, weights) -> what it costs to have an operand where a choice needs it, and what is known of it after that; A."""
-        after = self._after[level + 1].get(read.shift) if read.live else None
-        if after is None:
+        if not read.live:
             return read.prices
+        after = self._after[level + 1][read.shift]
         if read.following is not None:
             return read.prices + after[read.following]
         assert read.members is not None, "it is live"
@@ -235,9 +237,7 @@ class Potentials:
 
     def _storing(self, level: int, store: Store) -> Array:
         """(choice, way to store it, weights), with what is known after that."""
-        after = self._after[level + 1].get(store.shift)
-        if after is None:
-            return store.prices
+        after = self._after[level + 1][store.shift]
         rest = after[store.following] if store.following is not None else np.minimum(after[store.ways], after[store.needs][:, None])
         return store.prices + rest
 
@@ -320,9 +320,3 @@ class Potentials:
                 reads.append(Read(at, prices, needs, members))
         results = tuple([(at, g) for r, at, g in zip(step.kind.results, step.result_shifts, weighted.gives, strict=True) if r.live])
         return Local(base, tuple(reads), tuple(stores), results)
-
-
-def _least(used: Array, before: Array | None) -> Array:
-    """(choice, weights) -> the least over rows, with what it costs to come to them, if that is known."""
-    found: Array = (used if before is None else before + used).min(axis=1)
-    return found

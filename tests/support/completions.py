@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 from hapx.restriction import Restriction
 from hapx.synth.astar import Front
@@ -59,17 +60,19 @@ def walk(domain: Synthesis, random: Random) -> Iterator[State]:
             yield state
 
 
-def used_often(seed: int) -> Synthesis:
-    """Of a graph whose first value is used in every step."""
+def random_domain(seed: int, **graph: Any) -> Synthesis:
+    """Of a random graph (see `toy.random_theory`) on a flat mesh of one to three kinds, or on a square."""
     mesh, kinds = (toy.FLAT, KINDS[seed % 3 + 1]) if seed % 2 else (toy.SQUARE, ((0,), (1,)))
-    theory = toy.random_theory(seed, mesh, nodes=8, triples=3, states=3 if seed % 2 else 2, parameters=1, often=True)
+    theory = toy.random_theory(seed, mesh, nodes=8, triples=3, **graph)
     problem = build(theory, toy.ToyCosts(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
     return Synthesis(problem, toy.shares(theory, len(kinds), seed), None)
+
+
+def used_often(seed: int) -> Synthesis:
+    """Of a graph whose first value is used in every step."""
+    return random_domain(seed, states=3 if seed % 2 else 2, parameters=1, often=True)
 
 
 def used_again(seed: int, times: int) -> Synthesis:
-    """Of a random graph whose parameters are used so many times, at most: as often as a node has room for one."""
-    mesh, kinds = (toy.FLAT, KINDS[seed % 3 + 1]) if seed % 2 else (toy.SQUARE, ((0,), (1,)))
-    theory = toy.random_theory(seed, mesh, nodes=8, triples=3, states=2, parameters=2, twice=2, times=times)
-    problem = build(theory, toy.ToyCosts(mesh, seed, kinds), Restriction(forms=frozenset({"padded"})))
-    return Synthesis(problem, toy.shares(theory, len(kinds), seed), None)
+    """Of a graph whose parameters are used so many times, at most: as often as a node has room for one."""
+    return random_domain(seed, parameters=2, twice=2, times=times)

@@ -19,22 +19,13 @@ from hapx.synth.potentials import Potentials
 from hapx.synth.problem import Problem, build
 from hapx.synth.search import least_memory, program_key, solve, synthesize
 from support import toy
-from support.completions import KINDS, Unbounded, used_again, used_often, walk
+from support.completions import KINDS, Unbounded, random_domain, used_again, used_often, walk
 from support.problems import problem_of
-
-
-def random_graph(seed: int) -> Synthesis:
-    """With branches that meet again, and tensors that are used in several places."""
-    mesh, kinds = (toy.FLAT, KINDS[seed % 3 + 1]) if seed % 2 else (toy.SQUARE, ((0,), (1,)))
-    theory = toy.random_theory(seed, mesh, nodes=8, triples=3, states=2, parameters=2, branches=2 + seed % 2)
-    problem = build(theory, toy.ToyCosts(mesh, seed, kinds), RULE)
-    return Synthesis(problem, toy.shares(theory, len(kinds), seed), None)
-
 
 PADDED = frozenset({"padded"})
 RULE = Restriction(forms=PADDED)
 GRAPHS: dict[str, Callable[[int], Synthesis]] = {
-    "branches": random_graph,
+    "branches that meet again": lambda seed: random_domain(seed, parameters=2, branches=2 + seed % 2),
     "a value that is used often": used_often,
     "parameters that are used twice": lambda seed: used_again(seed, 2),
     "parameters that are used up to four times": lambda seed: used_again(seed, 4),
