@@ -50,9 +50,12 @@ class Domain(Protocol[N]):
 
     def start(self) -> N | None: ...
 
-    def successors(self, node: N, limit: float, most: int | None = None, front: Front[N] | None = None) -> Iterable[N]:
+    def successors(self, node: N, limit: float, most: int | None = None, front: Front[N] | None = None, hasty: bool = False) -> Iterable[N]:
         """The next partial solutions whose estimate is below `limit`; `most`: only those of the so many best decisions. front: of their level: those
-        that something there dominates need not be made."""
+        that something there dominates need not be made. hasty: estimates may be lower than `estimated` says, and then not below the limit."""
+
+    def estimated(self, node: N) -> float:
+        """The estimate of a node that was made in haste, or before the domain was made sharper."""
 
     def dominates(self, a: N, b: N) -> bool:
         """Whether a's cost makes b superfluous, given that a's place includes b's and that it has not spent more."""
@@ -241,7 +244,7 @@ def _followed(domain: Domain[N], width: Width, statistics: Statistics, nodes: li
             statistics.expansions += 1
             repeated = domain.leaps(node, limit) if settled else domain.again(node, limit)
             statistics.cut += settled and not repeated
-            for successor in domain.successors(node, limit, width.nodes + 2) if repeated is None else repeated:
+            for successor in domain.successors(node, limit, width.nodes + 2, hasty=width.nodes == 1) if repeated is None else repeated:
                 statistics.generated += 1
                 ahead = waiting if successor.level == node.level + 1 else leapt
                 ahead.setdefault(successor.level, []).append(successor)
@@ -255,8 +258,22 @@ def _followed(domain: Domain[N], width: Width, statistics: Statistics, nodes: li
         nodes = []
         while waiting and not nodes:
             nodes = [n for n in waiting.pop(min(waiting)) if n.estimate < limit]
-        nodes = _best(domain, nodes, width, statistics)
+            nodes = _first(domain, nodes, limit, statistics) if width.nodes == 1 else _best(domain, nodes, width, statistics)
     return min(nodes, key=lambda n: n.estimate, default=best)
+
+
+def _first(domain: Domain[N], nodes: list[N], limit: float, statistics: Statistics) -> list[N]:
+    """The node of one level with the least estimate, if it is below the limit, of nodes that were made in haste: those that may have a lower one are
+    asked for it."""
+    least, first = limit, list[N]()
+    for node in sorted(nodes, key=lambda n: n.estimate):
+        if node.estimate >= least:
+            break
+        node.estimate = domain.estimated(node)
+        if node.estimate < least:
+            least, first = node.estimate, [node]
+    statistics.cut += len(nodes) - len(first)
+    return first
 
 
 def _best(domain: Domain[N], nodes: list[N], width: Width, statistics: Statistics) -> list[N]:
@@ -313,7 +330,7 @@ def search(
         return best
     queue: list[tuple[float, int, int, N]] = [(start.estimate, 0, 0, start)]
     count = generated = expanded = 0
-    asked, then, since, slow = 0, start.estimate, 0, False
+    asked, then, since, begun, slow = 0, start.estimate, 0, 0, False
     while queue:
         estimate, _, _, node = heapq.heappop(queue)
         if estimate >= limit:
@@ -324,7 +341,7 @@ def search(
         if node.level == domain.depth:
             best = node
             break
-        if budget is not None and best is not None and asked < len(pace) and count >= pace[asked]:
+        if budget is not None and best is not None and asked < len(pace) and count - begun >= pace[asked]:
             slow = (estimate - then) * budget < (limit - then) * (count - since) / 2
             asked, then, since = asked + 1, estimate, count
         far = best is not None and estimate > enough[0] and count > enough[1]
@@ -336,7 +353,7 @@ def search(
                 queue = [(now, level, number, n) for _, level, number, n in opened if not n.dead and (now := sharper(n)) < limit]
                 statistics.bounded += len(opened) - len(queue)
                 heapq.heapify(queue)
-                asked, then, since, slow = 0, queue[0][0] if queue else limit, count, False
+                asked, then, since, begun, slow = 0, queue[0][0] if queue else limit, count, count, False
                 continue
         expanded += 1
         if far or spent:

@@ -208,7 +208,7 @@ class Bound:
         known = self._priced[level].get(priced)
         if known is None:
             coming = self.relaxation.coming(level)
-            known = [self.relaxation.context(self._uses(level, place))] + ([coming] if coming is not None else [])
+            known = [self.relaxation.context(self.relaxation.few(self._uses(level, place)))] + ([coming] if coming is not None else [])
             self._priced[level][priced] = known
         return known
 

@@ -170,18 +170,20 @@ class Synthesis:
         if self.bound.potentials is not None:
             return None
         self.bound.sharpen(limit)
-        return self._again_estimated
+        return self.estimated
 
-    def _again_estimated(self, state: State) -> float:
+    def estimated(self, state: State) -> float:
         if state.level == self.depth:
             return state.estimate
         rest = self.bound.rest(state.level, state.place)
         return max(state.estimate, self.bound.estimate(state.cost + self._priced(state.memory), state.forward, state.backward, rest))
 
-    def successors(self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None) -> Iterator[State]:
+    def successors(
+        self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None, hasty: bool = False
+    ) -> Iterator[State]:
         """By the choices whose bound is below the limit, and which the front does not cover whatever they convert: conversions are priced for no
         others. most: by so many of the best, unless the step places the only parameter that is used again: what its places cost later the bounds of
-        choices do not know."""
+        choices do not know. hasty: nor do estimates, where that is not known yet."""
         estimates = self.bound.choices(state.level, state.place, state.cost + self._priced(state.memory), state.forward, state.backward)
         allowed = self.only.get(id(self.problem.steps[state.level].kind)) if self.only is not None else None
         chosen = np.flatnonzero(estimates < limit if allowed is None else (estimates < limit) & allowed)
@@ -193,7 +195,7 @@ class Synthesis:
         covered = self._covered(state, front) if front is not None and self.limits is None else None
         for choice in chosen.tolist():
             if covered is None or not covered(choice):
-                yield from self._follow(state, self._promising(state, self.following(state.level, reads, choice), limit), limit)
+                yield from self._follow(state, self._promising(state, self.following(state.level, reads, choice), limit), limit, hasty)
 
     def _covered(self, state: State, front: Front[State]) -> Callable[[int], bool] | None:
         """Says of a choice whether every state after it is dominated by one of the front, by the bound of what it has spent."""
@@ -279,15 +281,17 @@ class Synthesis:
         found = self._reached(state, state.level + jump.times * len(made), place, effect, None, (len(made), jump.times), limit)
         return [found] if found is not None else []
 
-    def _follow(self, state: State, moves: list[tuple[Move, int]], limit: float) -> list[State]:
+    def _follow(self, state: State, moves: list[tuple[Move, int]], limit: float, hasty: bool = False) -> list[State]:
         kept, level = state.place & self.problem.steps[state.level].keep, state.level + 1
-        found = [self._reached(state, level, kept | made, move.effect, move, (0, 0), limit) for move, made in moves]
+        found = [self._reached(state, level, kept | made, move.effect, move, (0, 0), limit, hasty=hasty) for move, made in moves]
         return [after for after in found if after is not None]
 
     def _reached(
-        self, state: State, level: int, place: int, effect: Effect, move: Move | None, rounds: tuple[int, int], limit: float, bounded: bool = True
-    ) -> State | None:
-        """The state at `level` with `place` after an effect, if it may lead to a program below the limit. bounded: its estimate is wanted."""
+        self, state: State, level: int, place: int, effect: Effect, move: Move | None, rounds: tuple[int, int], limit: float, bounded: bool = True,
+        hasty: bool = False,
+    ) -> State | None:  # fmt: skip
+        """The state at `level` with `place` after an effect, if it may lead to a program below the limit. bounded: its estimate is wanted; hasty: if
+        that takes long, a lower one will do."""
         memory, limits = tuple(map(add, state.memory, effect.memory)), self.limits
         if limits is not None and not all(map(le, map(add, memory, self._left[level]), limits)):
             self.unfit += 1
@@ -303,7 +307,8 @@ class Synthesis:
             if quick is not None and paid + max(map(add, pending, quick)) >= limit:
                 self.bounded += 1
                 return None
-            estimate = max(estimate, paid + max(map(add, pending, bound.rest(level, place))))
+            rest = quick if hasty and quick is not None else bound.rest(level, place)
+            estimate = max(estimate, paid + max(map(add, pending, rest)))
         if estimate >= limit:
             self.bounded += 1
             return None

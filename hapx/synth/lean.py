@@ -98,12 +98,17 @@ class Lean:
         nothing = (0.0,) * self.kinds
         return self._state(0, self.problem.start, (*there, *nothing, *nothing, *nothing, *there, *there), None, None)
 
-    def successors(self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None) -> Iterator[State]:
+    def successors(
+        self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None, hasty: bool = False
+    ) -> Iterator[State]:
         step, following = self.problem.steps[state.level], self.following[self.region[state.level] >= 0]
         reads = state.place & step.reads
         allowed = self.only.get(id(step.kind)) if self.only is not None else None
         for choice in range(len(step.kind.choices)) if allowed is None else np.flatnonzero(allowed).tolist():
             yield from self._follow(state, following(state.level, reads, choice).moves, limit)
+
+    def estimated(self, state: State) -> float:
+        return state.estimate
 
     def again(self, state: State, limit: float) -> list[State] | None:
         """One step as one period before, where every value is available as its counterpart was, and checkpoint regions are alike."""

@@ -72,7 +72,9 @@ class Momentary(Lean):
         estimate = self.bound.estimate(0.0, self.zero, self.zero, self.bound.rest(0, begun.place))
         return State(0, begun.place, 0.0, self.zero, self.zero, begun.memory, estimate, 0.0, None, None)
 
-    def successors(self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None) -> Iterator[State]:
+    def successors(
+        self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None, hasty: bool = False
+    ) -> Iterator[State]:
         step, following = self.problem.steps[state.level], self.following[self.region[state.level] >= 0]
         estimates = self.bound.choices(state.level, state.place, state.cost, state.forward, state.backward)
         for choice in np.flatnonzero(estimates < min(limit, self.below)).tolist():

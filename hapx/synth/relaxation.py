@@ -56,6 +56,8 @@ LATE = 6  # and, where so many that follow were not alike, of those before them
 SLIGHT = (1e-12, 1e-2)  # part of what follows that where a parameter is must be able to cost, if a context is to say it, on one axis and on several
 DEEPEST = (32, 16)  # levels that a context is followed back at most; the latter on meshes of several axes, in problems of more steps than
 FEW_STEPS = 150
+MANY = 64  # contexts, from which on new ones are of one parameter: of two, they are as many as there are pairs of placements, each takes as long as
+# ten partial programs, and what they say more is little beside potentials
 GENERAL = -1  # whatever is available
 FEW_ROWS = 32  # of a value, up to which it is not worth while to turn its rows around
 Rows = dict[int, Array]  # by where a value has its bits before the level, GENERAL: by none of them
@@ -136,6 +138,10 @@ class Relaxation:
             rows, offset = self.rows(context, context.bottom)
             context.below = self._below(context.bottom, rows, offset, context.uses, *self._added_by(context.bottom, rows, offset))
         return context.below
+
+    def few(self, uses: tuple[Use, ...]) -> tuple[Use, ...]:
+        """All of them; the first one where too many tables would be made: the others are free then."""
+        return uses if len(self._contexts) < MANY or uses in self._contexts else uses[:1]
 
     def context(self, uses: tuple[Use, ...]) -> Context:
         """The table that knows the placements of the parameters that are live."""

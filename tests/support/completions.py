@@ -25,7 +25,9 @@ class Unbounded:
     def start(self) -> State:
         return self._start
 
-    def successors(self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None) -> Iterator[State]:
+    def successors(
+        self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None, hasty: bool = False
+    ) -> Iterator[State]:
         for s in self.domain.successors(state, float("inf")):
             s.estimate = s.cost if s.level < self.depth else s.estimate
             if s.estimate < limit:

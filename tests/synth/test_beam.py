@@ -29,7 +29,7 @@ class Leaf:
 @dataclass
 class Tree:
     """Words over two letters. bound, guess: by word; what is not there is that of the longest word that is. leaping: words that lead to others.
-    repeating: levels at which what is good repeats itself."""
+    repeating: levels at which what is good repeats itself. quick: lower bounds, by word, of what is made in haste."""
 
     depth: int
     bound: dict[str, float]
@@ -37,14 +37,23 @@ class Tree:
     leaping: dict[str, str] = field(default_factory=dict)
     kinship: dict[str, int] = field(default_factory=dict)
     repeating: frozenset[int] = frozenset()
+    quick: dict[str, float] = field(default_factory=dict)
     expanded: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
 
     def start(self) -> Leaf:
         return Leaf("", 0, self._of("", self.bound))
 
-    def successors(self, node: Leaf, limit: float, most: int | None = None, front: Front[Leaf] | None = None) -> Iterator[Leaf]:
+    def successors(self, node: Leaf, limit: float, most: int | None = None, front: Front[Leaf] | None = None, hasty: bool = False) -> Iterator[Leaf]:
         self.expanded.append(node.path)
-        yield from (leaf for letter in "ab" if (leaf := self._leaf(node.path + letter)).estimate < limit)
+        for path in (node.path + "a", node.path + "b"):
+            leaf = Leaf(path, len(path), self.quick[path]) if hasty and path in self.quick else self._leaf(path)
+            if leaf.estimate < limit:
+                yield leaf
+
+    def estimated(self, node: Leaf) -> float:
+        self.asked.append(node.path)
+        return self._of(node.path, self.bound)
 
     def again(self, node: Leaf, limit: float) -> list[Leaf] | None:
         if node.path not in self.leaping:
@@ -81,6 +90,19 @@ def test_of_equal_bounds_the_likely_one_is_kept() -> None:
     guided = beam(Tree(3, bound, {"": 3.0, "b": 2.5, "bb": 2.0}), Width(2), Statistics())
     assert blind is not None and blind.estimate == 5.0
     assert guided is not None and guided.path == "bba"
+
+
+def test_the_narrowest_beam_asks_for_the_bounds_of_what_may_be_best() -> None:
+    """Others have a quick one above the least that is known; and of what is left nothing may be below the limit."""
+    bound = {"": 1.0, "a": 2.0, "b": 1.5, "ba": 1.6, "bb": 1.55, "bba": 3.0, "bbb": 4.0}
+    quick = {"a": 1.9, "b": 1.0, "ba": 1.5, "bb": 1.52}
+    tree, patient = Tree(3, bound, quick=quick), Tree(3, bound)
+    found, same = (beam(t, Width(1), Statistics()) for t in (tree, patient))
+    assert found is not None and same is not None
+    assert found.path == same.path == "bba"
+    assert [path for path in tree.asked if path in quick] == ["b", "ba", "bb"]
+    incumbent = Leaf("aaa", 3, 1.4)
+    assert beam(Tree(3, bound, quick=quick), Width(1), Statistics(), incumbent) is incumbent
 
 
 def test_the_one_of_least_bound_is_kept_beside_the_likely_ones() -> None:

@@ -63,10 +63,11 @@ def test_what_a_place_costs_later_is_known_from_the_start(monkeypatch: pytest.Mo
     assert 5 * best.statistics.expansions < shallow.statistics.expansions
 
 
-@pytest.mark.parametrize("worth", [0.0, outline.WORTH])
-def test_bound_never_exceeds_the_cheapest_completion(monkeypatch: pytest.MonkeyPatch, worth: float) -> None:
-    """Before parameters are placed, between their uses, and for choices."""
+@pytest.mark.parametrize(("worth", "contexts"), [(0.0, relaxation.MANY), (outline.WORTH, relaxation.MANY), (0.0, 1)])
+def test_bound_never_exceeds_the_cheapest_completion(monkeypatch: pytest.MonkeyPatch, worth: float, contexts: int) -> None:
+    """Before parameters are placed, between their uses, and for choices; also where only the largest parameter is known."""
     monkeypatch.setattr(outline, "WORTH", worth)
+    monkeypatch.setattr(relaxation, "MANY", contexts)
     coming = later = 0
     for seed in range(500, 530):
         domain = used_again(seed, 2 + seed % 2)
@@ -84,6 +85,21 @@ def test_bound_never_exceeds_the_cheapest_completion(monkeypatch: pytest.MonkeyP
     print(f"{coming} states before a parameter that is used twice, {later} with one of which two uses are left")
     assert coming > 20
     assert later > 10
+
+
+def test_in_haste_the_narrowest_beam_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And makes fewer tables that know where parameters are."""
+    problem, domain = tied(1, "16x4")
+    hasty = beam(domain, Width(1), Statistics())
+    patient = Synthesis(problem, domain.moves.values.shares, None)
+    successors = patient.successors
+    monkeypatch.setattr(patient, "successors", lambda *args, hasty: successors(*args))
+    same = beam(patient, Width(1), Statistics())
+    assert hasty is not None and same is not None
+    contexts, others = (len(d.bound.relaxation._contexts) for d in (domain, patient))
+    print(f"{hasty.estimate * 1e3:.2f} ms with {contexts} contexts, {same.estimate * 1e3:.2f} ms with {others}")
+    assert hasty.estimate == pytest.approx(same.estimate, rel=1e-12)
+    assert contexts < others
 
 
 class Towers(nn.Module):
