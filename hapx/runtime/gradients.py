@@ -31,16 +31,6 @@ Key = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """The place of one parameter's gradient in its bucket."""
-
-    key: Key
-    bucket: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients that are summed together. `size`: elements."""
 
@@ -53,10 +43,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """The buckets of one program, in the order in which they are launched."""
+    """The buckets of one program, in the order in which they are launched, and in which of them a gradient is."""
 
     buckets: tuple[Bucket, ...]
-    slots: Mapping[Key, Slot]
+    numbers: Mapping[Key, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +64,12 @@ def bucket_layout(uses: Sequence[Use], device: torch.device, limit: int = BUCKET
     backward = uses[::-1]
     numbers = in_buckets((((use.key[1], use.dtype), use.size * use.dtype.itemsize) for use in backward), limit)
     last = {index: position for position, index in enumerate(numbers)}
-    buckets, slots = [], {}
-    for number, index in enumerate(sorted(last, key=last.__getitem__)):
+    buckets = []
+    for index in sorted(last, key=last.__getitem__):
         members = [use for use, own in zip(backward, numbers, strict=True) if own == index]
-        start = 0
-        for use in members:
-            slots[use.key] = Slot(use.key, number, start, start + use.size)
-            start += use.size
-        buckets.append(Bucket(members[0].key[1], members[0].dtype, device, tuple(u.key for u in members), start))
-    return Layout(tuple(buckets), slots)
+        keys, size = tuple([use.key for use in members]), sum([use.size for use in members])
+        buckets.append(Bucket(members[0].key[1], members[0].dtype, device, keys, size))
+    return Layout(tuple(buckets), {key: number for number, bucket in enumerate(buckets) for key in bucket.keys})
 
 
 class GradientSynchroniser:
@@ -169,7 +156,7 @@ class Pass:
         in the reverse of the order in which they were made: so backward comes to it after everything that this first use does there, gathering
         again included, and before what was made earlier, on every device alike."""
         if key not in self.entered:
-            number = self.layout.slots[key].bucket
+            number = self.layout.numbers[key]
             bucket = self.layout.buckets[number]
             self.entered |= {k: self.synchroniser.parameters[k[0]] for k in bucket.keys}
             differentiable = [(k, self.entered[k]) for k in bucket.keys if self.entered[k].requires_grad]
@@ -245,7 +232,7 @@ class Pass:
 
     def _finish_sums(self) -> None:
         held = self.synchroniser.held
-        for number in dict.fromkeys(self.layout.slots[key].bucket for key in held if key in self.layout.slots):
+        for number in dict.fromkeys(self.layout.numbers[key] for key in held if key in self.layout.numbers):
             self._fill(number, {})
         while self.launched < len(self.layout.buckets):
             self._launch()

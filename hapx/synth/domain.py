@@ -172,6 +172,11 @@ class Synthesis:
         self.bound.sharpen(limit)
         return self.estimated
 
+    @property
+    def quickly_sharp(self) -> bool:
+        """Whether `sharpen` takes less, as an earlier search of the problem has asked for it."""
+        return (self.moves.capacity is None) in self.problem.forward
+
     def estimated(self, state: State) -> float:
         if state.level == self.depth:
             return state.estimate

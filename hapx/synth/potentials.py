@@ -16,7 +16,8 @@ forward over the steps, where results and operands that stay live share what is 
 diffusion (Werner 2007, "A linear programming approach to max-sum problem"; one after the other as in Kolmogorov 2006, "Convergent tree-reweighted
 message passing for energy minimization"). Such bounds for best-first search: Ihler et al. 2012, "Join-graph based cost-shifting schemes".
 
-Whatever F is, what is found backward is a bound. After phases that a choice of its own ends the weights are the same here as before.
+Whatever F is, what is found backward is a bound. So F of the last search, at other shares, is where the next one begins: a round is enough then,
+where six are needed from nothing. After phases that a choice of its own ends the weights are the same here as before.
 
 Invariant: never more than the true cost of the rest.
 """
@@ -93,8 +94,10 @@ class Potentials:
         self._live = self._tracked()
         self._steps = [self._local(level) for level in range(self.depth)]
         self._after: list[dict[int, Array]] = [{} for _ in range(self.depth + 1)]  # M, per level by where tensors have their bits
+        self._kind = relaxation.moves.capacity is None  # F of seconds says nothing of bytes
         # F; at first nothing is known of it
-        self._before = [{at: np.zeros((self._size(*own), self.weights)) for at, own in live.items()} for live in self._live]
+        nothing = [{at: np.zeros((self._size(*own), self.weights)) for at, own in live.items()} for live in self._live]
+        self._before = self.problem.forward.get(self._kind, nothing)
         self._constants = np.zeros((self.depth + 1, self.weights))  # C
         self._scale = 1.0  # seconds: about the bound
         self._forget()
@@ -114,6 +117,7 @@ class Potentials:
             before, known = known, max(self.rest(0, start))
             if known >= limit or known - before <= (GAIN * (limit - known) if limit < np.inf else SLIGHT * known):
                 break
+        self.problem.forward[self._kind] = self._before
 
     def rest(self, level: int, place: int) -> Vector:
         """Per weight vector, a lower bound of the cost of steps `level` and later when `place` is available."""

@@ -126,6 +126,7 @@ class Problem:
     conversions: Any = None  # see `hapx.synth.conversions`; at the shares that were searched last
     outline: Any = None  # see `hapx.synth.outline`; made when first searched
     sheet: Any = None  # see `hapx.synth.sheet`; made when first searched
+    forward: dict[bool, Any] = field(default_factory=dict)  # see `hapx.synth.potentials`; of the last search by seconds (True), and by bytes
     asked: Any = None  # see `hapx.synth.search.least`
     widened: dict[Any, Any] = field(default_factory=dict)  # see `hapx.synth.search._found_by_wider`
 

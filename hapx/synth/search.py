@@ -62,7 +62,7 @@ NEARBY = 0.05  # relative difference of shares at which wider beams hardly find 
 AGAIN = 20_000  # the same once more, where beams found something better and left less than `NEAR`, on one axis and up to `NEARLY[1]` steps
 LONG = 60_000  # the same for problems of up to EXACT steps in which memory binds, where a single one is searched
 SHARPEN = 50  # partial programs after which the bound is made sharper, in problems of up to `EXACT` steps: about as long as that takes;
-SHARP = 400  # in those of up to so many steps where the search would end with its budget and what it finds is wanted
+SHARP = 400  # in those of up to so many steps where the search would end with its budget and what it finds is wanted; then in every later search
 EXACT = 100  # steps up to which a problem is solved to the end
 NEARLY = (400, 110)  # and up to which one is solved to a, on meshes of one axis and of several,
 ALMOST = 1e-6  # relative distance from the optimum
@@ -193,7 +193,7 @@ def _with_memory(
     else:
         best = domain.follow(problem.programs[0])
     own = Statistics()
-    best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch, sharpen=Sharpen(SHARPEN, domain.sharpen)))
+    best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch, sharpen=_sharpen(domain)))
     best = _widened(domain, own, best, WIDEST, TOLERANCE)
     statistics.gap = 0.0  # that of the program without limits
     statistics.add(own)
@@ -243,7 +243,7 @@ def _search(
     short = problem.brief or problem.within > 0 or (problem.exposed < 1 and several)
     pace = PACE if len(problem.steps) > EXACT else PACE[:1] if problem.brief and several else ()
     sharpened = len(problem.steps) <= (EXACT if problem.within or problem.exposed < 1 else SHARP)
-    sharpen = Sharpen(SHARPEN if len(problem.steps) <= EXACT else inf, domain.sharpen) if sharpened else None
+    sharpen = _sharpen(domain) if sharpened else None
     best = search(domain, own, best, min(budget, SHORT) if short else budget, within, problem.watch, pace, (known, SHORT), sharpen)
     before = best
     far = best is not None and best.estimate * (1 - own.gap) > known
@@ -258,6 +258,11 @@ def _search(
     if best is not None:
         problem.programs[:] = [best, *problem.programs[: REMEMBERED - 1]]
     return _counted(domain, statistics, best)
+
+
+def _sharpen(domain: Synthesis) -> Sharpen[State]:
+    """When the bound is made sharper: at once, where that takes a part of the time only."""
+    return Sharpen(0 if domain.quickly_sharp else SHARPEN if len(domain.problem.steps) <= EXACT else inf, domain.sharpen)
 
 
 def _incumbent(domain: Synthesis, statistics: Statistics, within: float, best: State | None) -> State | None:

@@ -33,7 +33,7 @@ GRAPHS: dict[str, Callable[[int], Synthesis]] = {
 
 
 @pytest.mark.parametrize("kind", GRAPHS)
-@pytest.mark.parametrize("known", ["a program is known", "none is known"])
+@pytest.mark.parametrize("known", ["a program is known", "none is known", "what was found at other shares is known"])
 def test_potentials_never_exceed_the_cheapest_completion(kind: str, known: str) -> None:
     """Of states, and of every choice after them; sharper than the tables somewhere."""
     states = sharper = 0
@@ -41,6 +41,12 @@ def test_potentials_never_exceed_the_cheapest_completion(kind: str, known: str) 
         domain, plain = GRAPHS[kind](seed), GRAPHS[kind](seed)
         best = search(domain, Statistics()) if known == "a program is known" else None
         limit = best.estimate if best is not None else float("inf")
+        if known == "what was found at other shares is known":
+            problem = domain.problem
+            other = Synthesis(problem, toy.shares(problem.theory, problem.terms.kinds, seed + 1000), None)
+            assert not domain.quickly_sharp
+            Potentials(other.bound.relaxation).refine(problem.start, limit)
+            assert domain.quickly_sharp
         potentials = Potentials(domain.bound.relaxation)
         potentials.refine(domain.problem.start, limit)
         for state in walk(domain, Random(seed)):
@@ -129,3 +135,36 @@ def test_what_several_parameters_cost_in_every_step_is_known_from_the_start() ->
     assert plain.estimate < 0.75 * best.cost
     assert start.estimate > 0.99 * best.cost
     assert best.statistics.gap < 1e-9
+
+
+def test_a_search_at_other_shares_begins_with_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round makes its bound as sharp as several from nothing do."""
+    rounds = 0
+    forward = Potentials._forward
+
+    def counted(potentials: Potentials) -> None:
+        nonlocal rounds
+        rounds += 1
+        forward(potentials)
+
+    monkeypatch.setattr(Potentials, "_forward", counted)
+    problem, domain = cells()
+    other = {cut: tuple(0.75 * s + 0.25 / 4 for s in own) for cut, own in domain.moves.values.shares.items()}  # nearer to even ones, of 4 devices
+    best = solve(problem, other, None, program_key(problem.theory))
+    problem.forward.clear()
+    domain.bound.sharpen(best.cost)
+
+    def sharpened() -> tuple[float, int]:
+        nonlocal rounds
+        shifted, rounds = Synthesis(problem, other, None), 0
+        shifted.bound.sharpen(best.cost)
+        start = shifted.start()
+        assert start is not None
+        return start.estimate, rounds
+
+    quickly, few = sharpened()
+    problem.forward.clear()
+    slowly, several = sharpened()
+    print(f"{slowly * 1e3:.4f} ms after {several} rounds from nothing, {quickly * 1e3:.4f} after {few}; the best {best.cost * 1e3:.4f}")
+    assert quickly > 0.999 * slowly > 0.98 * best.cost
+    assert few < several
