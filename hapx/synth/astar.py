@@ -78,9 +78,9 @@ class Domain(Protocol[N]):
 
 
 class Sharpen(NamedTuple, Generic[N]):
-    """How a search that is not short makes its estimates sharper, which takes a while. after: nodes that are expanded before, unless it would end
-    with its budget. make: from then on nodes have other estimates; gives those of nodes that were made before, None where it can do nothing. It is
-    told above what no solution is wanted."""
+    """How a search that does not end at once makes its estimates sharper, which takes a while. after: nodes that are expanded before, unless it would
+    end with its budget. make: from then on nodes have other estimates; gives those of nodes that were made before, None where it can do nothing. It
+    is told above what no solution is wanted."""
 
     after: float
     make: Callable[[float], Callable[[N], float] | None]
@@ -272,7 +272,9 @@ def _first(domain: Domain[N], nodes: list[N], limit: float, statistics: Statisti
         node.estimate = domain.estimated(node)
         if node.estimate < least:
             least, first = node.estimate, [node]
-    statistics.cut += len(nodes) - len(first)
+    above = sum(node.estimate >= limit for node in nodes)
+    statistics.bounded += above
+    statistics.cut += len(nodes) - above - len(first)
     return first
 
 
@@ -295,7 +297,7 @@ def _ranked(domain: Domain[N], nodes: list[N], width: Width) -> list[N]:
     """The best ones first. Estimates of many nodes are equal, and of those with the same bound most lead nowhere; what is likely misleads elsewhere:
     so by turns what is first in either order (as Helmert 2006, *The Fast Downward planning system*, section 5, expands nodes)."""
     ranked = sorted(nodes, key=lambda n: n.estimate)
-    if width.nodes == 1 or len(nodes) <= width.nodes:
+    if len(nodes) <= width.nodes:
         return ranked
     in_turns = chain.from_iterable(zip(sorted(nodes, key=domain.likely), ranked, strict=True))
     ranked = list({id(n): n for n in in_turns}.values())

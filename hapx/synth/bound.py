@@ -208,13 +208,14 @@ class Bound:
         known = self._priced[level].get(priced)
         if known is None:
             coming = self.relaxation.coming(level)
-            known = [self.relaxation.context(self.relaxation.few(self._uses(level, place)))] + ([coming] if coming is not None else [])
+            known = [self.relaxation.context(self._uses(level, place))] + ([coming] if coming is not None else [])
             self._priced[level][priced] = known
         return known
 
     def _uses(self, level: int, place: int) -> tuple[Use, ...]:
         matters = self.relaxation.matters
-        return tuple([Use(at, slot, place >> shift & full) for at, slot, shift, full in self.outline.stored[level] if matters(at, slot)])
+        uses = [Use(at, slot, place >> shift & full) for at, slot, shift, full in self.outline.stored[level] if matters(at, slot)]
+        return self.relaxation.few(tuple(uses))
 
     def _rest(self, level: int, place: int, contexts: Sequence[Context]) -> Vector:
         if level == len(self.problem.steps):

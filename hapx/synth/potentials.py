@@ -96,8 +96,9 @@ class Potentials:
         self._after: list[dict[int, Array]] = [{} for _ in range(self.depth + 1)]  # M, per level by where tensors have their bits
         self._kind = relaxation.moves.capacity is None  # F of seconds says nothing of bytes
         # F; at first nothing is known of it
-        nothing = [{at: np.zeros((self._size(*own), self.weights)) for at, own in live.items()} for live in self._live]
-        self._before = self.problem.forward.get(self._kind, nothing)
+        self._before = self.problem.forward.get(self._kind) or [
+            {at: np.zeros((self._size(*own), self.weights)) for at, own in live.items()} for live in self._live
+        ]
         self._constants = np.zeros((self.depth + 1, self.weights))  # C
         self._scale = 1.0  # seconds: about the bound
         self._forget()

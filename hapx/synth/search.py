@@ -10,7 +10,7 @@ Memory is first left out. If the program found then fits, it is the answer, beca
 memory gets a price (`hapx.synth.limited`), and in small problems the search is then made with memory as part of the state, unless a step reads so
 many parameters that their ways to be stored are too many to compare (`hapx.synth.moves.Crowded`).
 
-A search that is not short makes its bound sharper on the way (`hapx.synth.potentials`).
+A search that is not short makes its bound sharper on the way (`hapx.synth.potentials`), and those at other shares after it begin with that.
 
 How exact: programs of up to `EXACT` steps are optimal, those of up to `NEARLY` within `ALMOST` and larger ones within `WITHIN` of the optimum,
 proven by the bound, unless the search ends with its budget; then a wider beam follows, and where that leaves little in a problem of one axis and few

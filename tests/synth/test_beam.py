@@ -101,8 +101,9 @@ def test_the_narrowest_beam_asks_for_the_bounds_of_what_may_be_best() -> None:
     assert found is not None and same is not None
     assert found.path == same.path == "bba"
     assert [path for path in tree.asked if path in quick] == ["b", "ba", "bb"]
-    incumbent = Leaf("aaa", 3, 1.4)
-    assert beam(Tree(3, bound, quick=quick), Width(1), Statistics(), incumbent) is incumbent
+    incumbent, statistics = Leaf("aaa", 3, 1.4), Statistics()
+    assert beam(Tree(3, bound, quick=quick), Width(1), statistics, incumbent) is incumbent
+    assert (statistics.bounded, statistics.cut) == (1, 0), "b is asked, a is above the limit by its quick one"
 
 
 def test_the_one_of_least_bound_is_kept_beside_the_likely_ones() -> None:
