@@ -38,6 +38,7 @@ ROUGH = 3e-3  # relative distance from the optimum at which searches from furthe
 MUCH = 20_000  # partial programs, after which a problem is not also searched as strategies by name:
 BY_NAME = ("tensor-parallel", "zero")
 NAMED = 3  # programs of each of them that are candidates
+FAR = 1.3  # times what would be fastest without limits
 ROUNDS = 4  # around the best lengths, each from better ones
 DESCENTS = 3  # of the best programs whose ratios peaks limit, each followed by an alternation; of one that is not small, 1
 ROUGHLY = 1.002  # times what may be used: what is estimated to need more is not looked at
@@ -104,6 +105,7 @@ class Alternation(Turns):
         if not self.found:
             assert failure is not None
             raise failure
+        self._by_beams(known)
         if several:
             self._further(known)
         self.problem.brief = False
@@ -216,6 +218,19 @@ class Alternation(Turns):
         if self.prices is None and before.gap <= STALLED:
             self._prove(before, known)
 
+    def _by_beams(self, known: float) -> None:
+        """In problems that are not small: where what was found is far slower than what does not fit, sums may have missed what is between them, so
+        beams that know peaks look for it."""
+        if self.beams or not (self.beamable and self.free and self.binds) or self.least() <= FAR * self.cheapest:
+            return
+        before, begin = self.least(), self.lengths(self.starts.usual()[0]) | dict(self.best().lengths)
+        for lengths in (begin, self.lengths(dict.fromkeys(self.starts.rows, self.starts.even))):
+            self.by_peaks(lengths, 1.0, known, few=True)
+        if self.least() < before:
+            best = self.best()
+            with suppress(InsufficientMemoryError):  # what was found fits
+                self.alternate(self.starts.by_kind(best.shares), known, best.lengths)
+
     def _by_name(self, known: float) -> None:
         """Where memory binds, what strategies by name find: their searches have so few programs that they see some that are passed over here. From
         the best of them on, everything is allowed again."""
@@ -223,7 +238,7 @@ class Alternation(Turns):
         plain = self.free and setting.start is None and not (setting.graph.segments > 1 or setting.given or setting.within)
         if not plain or (rule.split, rule.storage, rule.sfb) != (AUTO.split, AUTO.storage, AUTO.sfb):
             return
-        if (self.found and not self.binds) or (self.small and spent > MUCH) or not self.possible():
+        if (self.found and not self.binds) or (self.found and self.small and spent > MUCH) or not self.possible():
             return
         for name in BY_NAME:
             known_as = BASELINES[name]
@@ -231,7 +246,7 @@ class Alternation(Turns):
             before = self.least()
             with suppress(InsufficientMemoryError, PlanError):  # something else may fit
                 other = Alternation(replace(self.setting, rule=own, old=None), self.theory, self.counters, self.told, costs=self.costs)
-                other.beams = False  # of fewer programs than here
+                other.beams = other.beamable = False  # of fewer programs than here
                 self.named[name] = other
                 other._meet(min(known, before))
                 self._take(name, other)

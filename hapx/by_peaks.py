@@ -27,9 +27,13 @@ from hapx.synth.moves import Crowded
 from hapx.synth.problem import Problem
 from hapx.synth.writer import Solution
 
-PARTS = (1.0, 1.2, 1.6)  # of what may be used, that programs may need before units are moved
+# of what may be used, what programs may need before units are moved; and its price where beams choose, in times of what the fastest program takes
+SEVERAL = (1.0, 1.0), (1.0, 3.0), (1.0, 0.0), (1.2, 0.0), (1.2, 3.0), (1.6, 0.0)
+ON_AXES = (1.0, 3.0), (1.0, 0.0), (1.2, 0.0), (1.6, 0.0)
+FEW = (1.0, 3.0), (1.0, 1.0)  # in problems that are not small, whose beams take long: until one finds something
+AT_ONCE = 1 / 3  # of the budget that is left, after which no other beam begins at the same lengths
 LOOKED = 6  # programs of a beam whose peaks are looked at
-BUDGET = 1_000_000  # partial programs, times the steps of the problem, after which no other beam begins
+BUDGET = 2_000_000  # partial programs, times the steps of the problem, after which no other beam begins
 AROUND = (1 / 4, 1 / 16)  # parts of a row that are moved
 TIMES = 2  # that units of one program are moved, from different lengths
 
@@ -40,19 +44,23 @@ class ByPeaks:
     def __init__(self, problem: Problem, fitting: Fitting, goal: Callable[[Solution], Objective], movable: Iterable[Cut]):
         self.problem, self.fitting, self.goal, self.movable = problem, fitting, goal, frozenset(movable)
         self.left = BUDGET // max(1, len(problem.steps))  # partial programs
+        self.beams = ON_AXES if len(problem.theory.mesh.axes) > 1 else SEVERAL
         self._moved = Counter[tuple[int, ...]]()
 
-    def at(self, lengths: Lengths, below: Callable[[], float], statistics: Statistics) -> Iterator[tuple[Solution, Lengths]]:
-        """Programs with lengths. below: seconds that are not to be reached."""
-        if self.left <= 0:
+    def at(
+        self, lengths: Lengths, below: Callable[[], float], statistics: Statistics, few: bool = False
+    ) -> Iterator[tuple[Solution, Lengths]]:  # fmt: skip
+        """Programs with lengths. below: seconds that are not to be reached. few: of few beams, however long they take."""
+        if self.left <= 0 and not few:
             return
         with suppress(Crowded):
             beams = Momentary(self.problem, self.problem.costs.at_lengths(lengths), lengths)
-            for part in PARTS:
-                began = statistics.generated
-                yield from self._of_beam(beams.fastest(self.fitting.key, statistics, part, below()), lengths)
+            least = (1 - AT_ONCE) * self.left
+            for part, price in FEW if few else self.beams:
+                began, before = statistics.generated, below()
+                yield from self._of_beam(beams.fastest(self.fitting.key, statistics, part, before, price), lengths)
                 self.left -= statistics.generated - began
-                if self.left <= 0:
+                if below() < before if few else self.left <= least:
                     return
 
     def _of_beam(self, found: Iterator[Solution], lengths: Lengths) -> Iterator[tuple[Solution, Lengths]]:

@@ -45,6 +45,7 @@ MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not beli
 UNLIKELY = 1.1  # where memory binds and searches take long, what costs that much more than the best is not begun with
 SLOW = 1.25  # what takes so many times `Setting.beside` is not improved
 BEAMED_ON_AXES = 30  # nodes and outputs of a problem of several axes up to which beams know peaks: with more, its moves take long
+BEAMED = 150  # and of any problem in which what fits is far slower than it would be without limits
 TURNS = 3  # of beams that know peaks, each at the lengths of what the one before found
 
 
@@ -75,10 +76,13 @@ class Turns:
         self.balanced: dict[tuple[int, tuple[float, ...]], dict[Row, Vector] | None] = {}  # by a program's steps (held by `goals`) and limits
         self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
         self.binds = False  # whether a cheapest program did not fit
+        self.cheapest = inf  # seconds of the fastest of those
         self.prices: tuple[float, ...] | None = None  # of memory, once there are some with which programs fit
         self.peaks = ByPeaks(self.problem, self.fitting, self.goal, [c for c in self.cuts if self.free and c not in self.fixed])
         few = self.small and (len(theory.mesh.axes) == 1 or len(self.problem.steps) <= BEAMED_ON_AXES)
-        self.beams = few and not setting.within and self.costs.in_flight == self.costs.repeats == 1  # whether they look for what fits
+        exact = not setting.within and self.costs.in_flight == self.costs.repeats == 1
+        self.beams = few and exact  # whether they look for what fits, everywhere
+        self.beamable = len(self.problem.steps) <= BEAMED and exact  # or where it is worth while
         self.beamed: set[tuple[tuple[int, ...], ...]] = set()  # lengths, as in `searched`, at which they did
         self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
 
@@ -252,6 +256,7 @@ class Turns:
             for solution in (found,) if found is not None else others:
                 self.counters.search.add(solution.statistics)
             self.binds = self.binds or bool(others)
+            self.cheapest = min([self.cheapest, *(one.cost for one in others[:1])])
             if found is not None:
                 self.prices = found.prices or self.prices
                 if self.fitting.correct(found, np.asarray(found.memory), lengths):
@@ -269,16 +274,16 @@ class Turns:
         """Whether it is worth while to look for a program that fits."""
         return bool(self.found) or self.tightest.part <= MAY_FIT
 
-    def by_peaks(self, lengths: Lengths, times: float = UNLIKELY, known: float = inf) -> None:
+    def by_peaks(self, lengths: Lengths, times: float = UNLIKELY, known: float = inf, few: bool = False) -> None:
         """Keeps what beams find that know peaks (`hapx.by_peaks`), if it costs less than so many times the best here, and that beside, and `known`
-        seconds; and what they find at the lengths of that, as long as it is better."""
+        seconds; and what they find at the lengths of that, as long as it is better. few: of few beams, however long they take."""
         limits = self.fitting.limits
         for _ in range(TURNS):
             at, before = self.at(lengths), self.least()
             if at in self.beamed:
                 break
             self.beamed.add(at)
-            for solution, own in self.peaks.at(lengths, lambda: times * min(self._known(), known), self.counters.search):
+            for solution, own in self.peaks.at(lengths, lambda: times * min(self._known(), known), self.counters.search, few):
                 goal = self.goal(solution)
                 self.keep(solution, goal, own, self._ratios_of(own, goal.cuts))
             if self.least() >= (1 - STALLED) * before:

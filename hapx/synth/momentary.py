@@ -47,18 +47,26 @@ class Momentary(Lean):
     def __init__(self, problem: Problem, exact: CostModel, lengths: Lengths):
         super().__init__(problem, exact, lengths)
         self.timed = cast(Timed, self.moves[0])
-        self.bound = Bound(problem, Moves(problem, problem.costs.lengths_to_shares(lengths), False))
+        self.shares = problem.costs.lengths_to_shares(lengths)
+        self.bound = Bound(problem, Moves(problem, self.shares, False))
         self.zero: Vector = (0.0,) * problem.terms.kinds
         self.most, self.below = self.capacity, inf
+        self.prices, self.priced = self.zero, self.bound  # of bytes, where a beam asks what is likely; per kind of the problem,
+        self.exactly = [[i for i, alike in enumerate(exact.kinds) if set(alike) <= set(own)] for own in problem.costs.kinds]  # which may be several
         self.complete: list[State] = []
         self._moments: dict[tuple[int, int, int], Moment] = {}
 
-    def fastest(self, key: ProgramKey, statistics: Statistics, part: float = 1.0, below: float = inf) -> Iterator[Solution]:
+    def fastest(
+        self, key: ProgramKey, statistics: Statistics, part: float = 1.0, below: float = inf, price: float = 0.0
+    ) -> Iterator[Solution]:  # fmt: skip
         """Programs, the fastest first, whose peaks, by what is known here, are at most this part of what may be used, and that take less than `below`
-        seconds. Their `memory` is not that of sums. statistics: of the beam. Raises Crowded where a step has too many moves."""
+        seconds. Their `memory` is not that of sums. price: of all that may be used, in times of what the fastest program takes at least, where the
+        beam chooses. statistics: of the beam. Raises Crowded where a step has too many moves."""
         bound = self.start().estimate
         if bound >= below:
             return
+        self.prices = tuple([price * bound / own for own in self.problem.costs.capacity.tolist()])
+        self.priced = Bound(self.problem, Moves(self.problem, self.shares, False, None, self.prices)) if price else self.bound
         self.most, self.below, self.complete = tuple([part * own for own in self.capacity]), below, []
         beam(self, WIDTHS[len(self.problem.theory.mesh.axes) > 1], statistics)
         for last in sorted(self.complete, key=attrgetter("estimate")):
@@ -87,9 +95,12 @@ class Momentary(Lean):
         return all(map(le, a.memory, b.memory)) and no_dearer(a, b)
 
     def likely(self, state: State) -> float:
+        n, memory = self.kinds, state.memory
+        stays = list(map(sum, zip(memory[:n], memory[n : 2 * n], memory[2 * n : 3 * n], strict=True)))
+        paid = sum([p * max([stays[i] for i in own]) for p, own in zip(self.prices, self.exactly, strict=True)])
         if state.level == self.depth:
-            return state.estimate
-        return self.bound.estimate(state.cost, state.forward, state.backward, self.bound.likely(state.level, state.place))
+            return state.estimate + paid
+        return self.priced.estimate(state.cost + paid, state.forward, state.backward, self.priced.likely(state.level, state.place))
 
     def _follow(self, state: State, moves: list[tuple[Move, int]], limit: float) -> Iterator[State]:
         level, limit = state.level + 1, min(limit, self.below)
