@@ -26,7 +26,6 @@ ROUNDS = 12
 FACTOR = 4.0  # by which a price changes until it is bracketed
 CLOSE = 1.1  # ratio of the ends of a bracket that is not halved further
 NEGLIGIBLE = 1e-3  # of the time of a program, as the price of all the memory of a device
-TOO_SLOW = 2.0  # times what would be possible with more memory
 DOMINANT = 50.0  # times the seconds of a program, as the price of all the memory of a device: what is cheapest then takes about as little as there is
 
 Search = Callable[[Vector], tuple[State | None, float, tuple[State, float] | None]]
@@ -43,11 +42,12 @@ class Priced:
 
 
 def fitting(
-    search: Search, cheapest: State, limits: Vector, tolerance: float, start: Vector | None = None, asked: Sequence[Vector] = ()
+    search: Search, cheapest: State, limits: Vector, tolerance: float, start: Vector | None = None, asked: Sequence[Vector] = (),
+    above: float = inf,
 ) -> Priced:  # fmt: skip
     """search: prices -> (the best state at these prices, relative gap of its proof, a combination of it with others that fits, with its seconds, if
     that is the best so far). cheapest: the best one without limits, which does not fit. start: prices to begin with. asked: prices with
-    which the search was made already, and takes no time. Ends without a state where all that fit would take more than `TOO_SLOW` times as long, or
+    which the search was made already, and takes no time. Ends without a state where all that fit would take more than `above` seconds, or
     where memory is too scarce to tell: at prices beside which time hardly counts."""
     low, high = [0.0] * len(limits), [inf] * len(limits)
     first = [cheapest.estimate / limit if used > limit else 0.0 for used, limit in zip(cheapest.memory, limits, strict=True)]
@@ -75,7 +75,7 @@ def fitting(
         state = ask(prices)
         closed = all(h <= low[k] * CLOSE or h < NEGLIGIBLE * cheapest.estimate / limits[k] for k, h in enumerate(high) if h < inf or low[k])
         scarce = found.best is None and all(p * n >= dominant for p, used, n in zip(prices, state.memory, limits, strict=True) if used > n)
-        if scarce or found.cost * (1 - tolerance) <= found.bound or found.bound > TOO_SLOW * cheapest.estimate or (found.best is not None and closed):
+        if scarce or found.cost * (1 - tolerance) <= found.bound or found.bound > above or (found.best is not None and closed):
             break
         prices = tuple(_price(*of_kind, cheapest.estimate) for of_kind in zip(prices, state.memory, limits, low, high, strict=True))
     return found

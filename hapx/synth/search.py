@@ -78,6 +78,8 @@ PRICED = (NARROW, WIDTH), (NARROW, Width(4, True))
 PACE = (300, BUDGET // 3)
 WITHIN = 1e-3  # relative distance from the optimum that is proven for larger ones
 WORTH = 0.25  # of the distance: what a beam may leave, which follows nothing that is not better by more
+TOO_SLOW = 2.0  # times what would be possible with more memory, above which prices go no further in problems of up to
+SURE = 50  # steps
 WITHIN_LIMITS = 5e-3  # the distance at which prices of memory are good enough
 
 
@@ -164,7 +166,9 @@ def _limited(
         return state, gap, splices.add(state, there) if state is not None else None
 
     splices.add(cheapest, domain)
-    found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices, tuple(asked))
+    # what is far slower than without limits, the search with memory as part of the state finds as well, if there are not too many steps
+    above = TOO_SLOW * cheapest.estimate if small and len(problem.steps) <= SURE else HOPELESS * known
+    found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices, tuple(asked), above)
     best, cost, least = found.best, found.cost, None
     if best is None:
         least = least_memory(problem, shares, limits, key, SHORT if budget is None else BUDGET)
