@@ -221,11 +221,11 @@ class Alternation(Turns):
     def _by_beams(self, known: float) -> None:
         """In problems that are not small: where what was found is far slower than what does not fit, sums may have missed what is between them, so
         beams that know peaks look for it."""
-        if self.beams or not (self.beamable and self.free and self.binds) or self.least() <= FAR * self.cheapest:
+        if not (self.beamable and self.free and self.binds) or self.least() <= FAR * self.cheapest:
             return
         before, begin = self.least(), self.lengths(self.starts.usual()[0]) | dict(self.best().lengths)
         for lengths in (begin, self.lengths(dict.fromkeys(self.starts.rows, self.starts.even))):
-            self.by_peaks(lengths, 1.0, known, few=True)
+            self.by_peaks(lengths, 1.0, known)
         if self.least() < before:
             best = self.best()
             with suppress(InsufficientMemoryError):  # what was found fits
@@ -238,7 +238,7 @@ class Alternation(Turns):
         plain = self.free and setting.start is None and not (setting.graph.segments > 1 or setting.given or setting.within)
         if not plain or (rule.split, rule.storage, rule.sfb) != (AUTO.split, AUTO.storage, AUTO.sfb):
             return
-        if (self.found and not self.binds) or (self.found and self.small and spent > MUCH) or not self.possible():
+        if (self.found and (not self.binds or (self.small and spent > MUCH))) or not self.possible():
             return
         for name in BY_NAME:
             known_as = BASELINES[name]

@@ -39,28 +39,28 @@ TIMES = 2  # that units of one program are moved, from different lengths
 
 
 class ByPeaks:
-    """See the module. goal: the terms of a program; movable: cuts whose lengths may change."""
+    """See the module. goal: the terms of a program; movable: cuts whose lengths may change. everywhere: many lengths are looked at, so that there is
+    a budget; else a few, however long that takes."""
 
-    def __init__(self, problem: Problem, fitting: Fitting, goal: Callable[[Solution], Objective], movable: Iterable[Cut]):
+    def __init__(self, problem: Problem, fitting: Fitting, goal: Callable[[Solution], Objective], movable: Iterable[Cut], everywhere: bool):
         self.problem, self.fitting, self.goal, self.movable = problem, fitting, goal, frozenset(movable)
         self.left = BUDGET // max(1, len(problem.steps))  # partial programs
-        self.beams = ON_AXES if len(problem.theory.mesh.axes) > 1 else SEVERAL
+        self.everywhere = everywhere
+        self.beams = FEW if not everywhere else ON_AXES if len(problem.theory.mesh.axes) > 1 else SEVERAL
         self._moved = Counter[tuple[int, ...]]()
 
-    def at(
-        self, lengths: Lengths, below: Callable[[], float], statistics: Statistics, few: bool = False
-    ) -> Iterator[tuple[Solution, Lengths]]:  # fmt: skip
-        """Programs with lengths. below: seconds that are not to be reached. few: of few beams, however long they take."""
-        if self.left <= 0 and not few:
+    def at(self, lengths: Lengths, below: Callable[[], float], statistics: Statistics) -> Iterator[tuple[Solution, Lengths]]:
+        """Programs with lengths. below: seconds that are not to be reached."""
+        if self.everywhere and self.left <= 0:
             return
         with suppress(Crowded):
             beams = Momentary(self.problem, self.problem.costs.at_lengths(lengths), lengths)
             least = (1 - AT_ONCE) * self.left
-            for part, price in FEW if few else self.beams:
+            for part, price in self.beams:
                 began, before = statistics.generated, below()
                 yield from self._of_beam(beams.fastest(self.fitting.key, statistics, part, before, price), lengths)
                 self.left -= statistics.generated - began
-                if below() < before if few else self.left <= least:
+                if self.left <= least if self.everywhere else below() < before:
                     return
 
     def _of_beam(self, found: Iterator[Solution], lengths: Lengths) -> Iterator[tuple[Solution, Lengths]]:

@@ -75,14 +75,13 @@ class Turns:
         self.goals: dict[int, tuple[Solution, Objective]] = {}  # by the identity of a program's steps
         self.balanced: dict[tuple[int, tuple[float, ...]], dict[Row, Vector] | None] = {}  # by a program's steps (held by `goals`) and limits
         self.searched: set[tuple[tuple[int, ...], ...]] = set()  # lengths, in the order of `cuts`: the same lengths have the same program
-        self.binds = False  # whether a cheapest program did not fit
-        self.cheapest = inf  # seconds of the fastest of those
+        self.cheapest = inf  # seconds of the fastest program that did not fit
         self.prices: tuple[float, ...] | None = None  # of memory, once there are some with which programs fit
-        self.peaks = ByPeaks(self.problem, self.fitting, self.goal, [c for c in self.cuts if self.free and c not in self.fixed])
-        few = self.small and (len(theory.mesh.axes) == 1 or len(self.problem.steps) <= BEAMED_ON_AXES)
+        everywhere = self.small and (len(theory.mesh.axes) == 1 or len(self.problem.steps) <= BEAMED_ON_AXES)
+        self.peaks = ByPeaks(self.problem, self.fitting, self.goal, [c for c in self.cuts if self.free and c not in self.fixed], everywhere)
         exact = not setting.within and self.costs.in_flight == self.costs.repeats == 1
-        self.beams = few and exact  # whether they look for what fits, everywhere
-        self.beamable = len(self.problem.steps) <= BEAMED and exact  # or where it is worth while
+        self.beams = everywhere and exact  # whether they look for what fits, everywhere
+        self.beamable = not everywhere and len(self.problem.steps) <= BEAMED and exact  # or at few lengths, where it is worth while
         self.beamed: set[tuple[tuple[int, ...], ...]] = set()  # lengths, as in `searched`, at which they did
         self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
 
@@ -101,6 +100,11 @@ class Turns:
     def tightest(self) -> Tight:
         """What fits into least memory."""
         return Squeezing(self.problem, self.fitting, self.goal, self.lengths, free=self.free, fixed=self.fixed).tightest(self.starts.tight())
+
+    @property
+    def binds(self) -> bool:
+        """Whether a program that would have been the cheapest did not fit."""
+        return self.cheapest < inf
 
     def best(self) -> Candidate:
         return min(self.found.values(), key=attrgetter("cost"))
@@ -255,7 +259,6 @@ class Turns:
             found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known, self.possible)
             for solution in (found,) if found is not None else others:
                 self.counters.search.add(solution.statistics)
-            self.binds = self.binds or bool(others)
             self.cheapest = min([self.cheapest, *(one.cost for one in others[:1])])
             if found is not None:
                 self.prices = found.prices or self.prices
@@ -274,16 +277,16 @@ class Turns:
         """Whether it is worth while to look for a program that fits."""
         return bool(self.found) or self.tightest.part <= MAY_FIT
 
-    def by_peaks(self, lengths: Lengths, times: float = UNLIKELY, known: float = inf, few: bool = False) -> None:
+    def by_peaks(self, lengths: Lengths, times: float = UNLIKELY, known: float = inf) -> None:
         """Keeps what beams find that know peaks (`hapx.by_peaks`), if it costs less than so many times the best here, and that beside, and `known`
-        seconds; and what they find at the lengths of that, as long as it is better. few: of few beams, however long they take."""
+        seconds; and what they find at the lengths of that, as long as it is better."""
         limits = self.fitting.limits
         for _ in range(TURNS):
             at, before = self.at(lengths), self.least()
             if at in self.beamed:
                 break
             self.beamed.add(at)
-            for solution, own in self.peaks.at(lengths, lambda: times * min(self._known(), known), self.counters.search, few):
+            for solution, own in self.peaks.at(lengths, lambda: times * min(self._known(), known), self.counters.search):
                 goal = self.goal(solution)
                 self.keep(solution, goal, own, self._ratios_of(own, goal.cuts))
             if self.least() >= (1 - STALLED) * before:

@@ -154,11 +154,16 @@ class Lean:
 
     def _state(self, level: int, place: int, memory: Vector, parent: State | None, move: Move | None) -> State:
         n = self.kinds
-        k, g, s, f, b = memory[:n], memory[n : 2 * n], memory[2 * n : 3 * n], memory[4 * n : 5 * n], memory[5 * n :]
+        k, g, f, b = memory[:n], memory[n : 2 * n], memory[4 * n : 5 * n], memory[5 * n :]
         update = [x + (1.0 + u) * y for x, y, u in zip(k, g, self.update, strict=True)]
         peak = max(map(truediv, map(max, f, b, update), self.capacity))
-        stays = max(map(truediv, map(add, map(add, k, g), s), self.capacity))
+        stays = max(map(truediv, self._staying(memory), self.capacity))
         return State(level, place, peak, (), (), memory, peak, stays, parent, move)
+
+    def _staying(self, memory: Vector) -> Vector:
+        """Parameters, gradients and what is kept for backward, of the memory of a partial program."""
+        n = self.kinds
+        return tuple(map(add, map(add, memory[:n], memory[n : 2 * n]), memory[2 * n : 3 * n]))
 
     def _grown(self, state: State, effect: Vector, place: int) -> Vector:
         """The memory of what follows a state by a move that has this effect."""

@@ -51,8 +51,9 @@ class Momentary(Lean):
         self.bound = Bound(problem, Moves(problem, self.shares, False))
         self.zero: Vector = (0.0,) * problem.terms.kinds
         self.most, self.below = self.capacity, inf
-        self.prices, self.priced = self.zero, self.bound  # of bytes, where a beam asks what is likely; per kind of the problem,
-        self.exactly = [[i for i, alike in enumerate(exact.kinds) if set(alike) <= set(own)] for own in problem.costs.kinds]  # which may be several
+        self.prices, self.priced = self.zero, self.bound  # of bytes, where a beam asks what is likely, per kind of the problem: at the exact lengths
+        self.exactly = [[i for i, alike in enumerate(exact.kinds) if set(alike) <= set(own)] for own in problem.costs.kinds]  # these may be several
+        self._bounds: dict[float, Bound] = {0.0: self.bound}  # by price
         self.complete: list[State] = []
         self._moments: dict[tuple[int, int, int], Moment] = {}
 
@@ -66,7 +67,9 @@ class Momentary(Lean):
         if bound >= below:
             return
         self.prices = tuple([price * bound / own for own in self.problem.costs.capacity.tolist()])
-        self.priced = Bound(self.problem, Moves(self.problem, self.shares, False, None, self.prices)) if price else self.bound
+        if price not in self._bounds:
+            self._bounds[price] = Bound(self.problem, Moves(self.problem, self.shares, False, None, self.prices))
+        self.priced = self._bounds[price]
         self.most, self.below, self.complete = tuple([part * own for own in self.capacity]), below, []
         beam(self, WIDTHS[len(self.problem.theory.mesh.axes) > 1], statistics)
         for last in sorted(self.complete, key=attrgetter("estimate")):
@@ -95,9 +98,10 @@ class Momentary(Lean):
         return all(map(le, a.memory, b.memory)) and no_dearer(a, b)
 
     def likely(self, state: State) -> float:
-        n, memory = self.kinds, state.memory
-        stays = list(map(sum, zip(memory[:n], memory[n : 2 * n], memory[2 * n : 3 * n], strict=True)))
-        paid = sum([p * max([stays[i] for i in own]) for p, own in zip(self.prices, self.exactly, strict=True)])
+        paid = 0.0
+        if self.priced is not self.bound:
+            stays = self._staying(state.memory)
+            paid = sum([p * max([stays[i] for i in own]) for p, own in zip(self.prices, self.exactly, strict=True)])
         if state.level == self.depth:
             return state.estimate + paid
         return self.priced.estimate(state.cost + paid, state.forward, state.backward, self.priced.likely(state.level, state.place))
