@@ -20,7 +20,7 @@ from hapx.by_peaks import around
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
-from hapx.errors import InsufficientMemoryError, PlanError
+from hapx.errors import InsufficientMemoryError, PlanError, kept
 from hapx.lower import Candidate, at_their_best
 from hapx.plan import Mesh
 from hapx.progress import Teller
@@ -61,6 +61,11 @@ class Alternation(Turns):
         self._generated = counters.search.generated  # partial programs, before
         self.named: dict[str, Alternation] = {}  # strategies by name that were looked at
 
+    def close(self) -> None:
+        super().close()
+        for other in self.named.values():
+            other.close()
+
     def candidates(self, known: float) -> list[Candidate]:
         """All pairs of program and lengths that were met and fit. known: cost of the best candidate of other views; none where the bound says that
         nothing comes near it."""
@@ -71,7 +76,7 @@ class Alternation(Turns):
 
     def _meet(self, known: float) -> None:
         """From all starts."""
-        failure: InsufficientMemoryError | None = None
+        failures: list[InsufficientMemoryError] = []
         away = 0.0
         self.problem.brief = self._hurried(known)
         if self.old is not None:
@@ -85,26 +90,25 @@ class Alternation(Turns):
             try:
                 self.alternate(ratios, known)
             except InsufficientMemoryError as error:
-                failure = failure or error
+                failures = failures or [kept(error)]
         if self.prices is not None and self.free and self.setting.start is None and not self.small:
             with suppress(InsufficientMemoryError):
                 self.alternate(self.starts.by_memory(), known)
         if not self.found:
-            if failure is None and self.rejected is None:
+            if not failures and self.rejected is None:
                 self.hopeless = away
                 return
             try:
                 self._squeeze(known)
             except InsufficientMemoryError as error:
-                failure = error
+                failures = [kept(error)]
         segments = self.setting.graph.segments > 1 and not self.setting.given
         several = self.free and (self.setting.start is None or segments) and self.small
         early = not (self.found and self.small)
         if early and not self._far(min(known, self.setting.beside)):
             self._by_name(known)
         if not self.found:
-            assert failure is not None
-            raise failure
+            raise failures.pop()
         self._by_beams(known)
         if several:
             self._further(known)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
+from typing import TypeVar
 
 
 class HapError(Exception):
@@ -55,6 +56,15 @@ class InsufficientMemoryError(HapError):
     ):  # fmt: skip
         super().__init__(what, where=where, allowed=allowed, hint=hint)
         self.needs, self.times = dict(needs or {}), times
+
+
+Kept = TypeVar("Kept", bound=HapError)
+
+
+def kept(error: Kept) -> Kept:
+    """An error to look at later, without its traceback: that knows the frames of functions, one of which may know the error, and what knows each
+    other is not freed while a plan is made. It is raised by taking it out of where it is kept, for the same reason."""
+    return error.with_traceback(None)
 
 
 class LaunchError(HapError):

@@ -18,7 +18,7 @@ from math import inf
 from typing import Any
 
 from hapx.climbing import climbed, faster, in_parts, is_short, is_tight, key_of
-from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.errors import HapError, InsufficientMemoryError, PlanError, kept
 from hapx.ir import Graph
 from hapx.plan import Plan
 from hapx.processes import Telling, beside, beside_telling
@@ -191,7 +191,7 @@ def _single(asked: Setting, whole: Whole, *, hopeless: bool, apart: bool) -> Ite
             try:
                 made = whole(lambda seconds: tell((seconds, so_far()))) if not hopeless else None
             except InsufficientMemoryError as error:
-                made = error
+                made = kept(error)
         return made, so_far()
 
     enough = NEAR * at_full_speed(asked)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from math import inf
 from operator import attrgetter
@@ -29,7 +29,7 @@ from hapx.cluster.spec import ClusterSpec
 from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
-from hapx.errors import HapError, InsufficientMemoryError, PlanError
+from hapx.errors import HapError, InsufficientMemoryError, PlanError, kept
 from hapx.finishing import FEW_NODES, finished
 from hapx.graph.borders import candidate_segments, carried, numbered
 from hapx.ir import Graph
@@ -109,20 +109,29 @@ def plan_spmd(
     """Candidates for one graph on all devices, best first, on every allowed view. theories: by the name of a view, where they are known.
 
     Raises InsufficientMemoryError or PlanError where no view has a program."""
-    theories = theories or {}
+    alternations: dict[str, Alternation] = {}
+    try:
+        return _of_all_views(setting, counters, views(setting.cluster, setting.rule) if meshes is None else meshes, theories or {}, alternations)
+    finally:
+        for alternation in alternations.values():
+            alternation.close()
+
+
+def _of_all_views(
+    setting: Setting, counters: Counters, meshes: Sequence[Mesh], theories: Mapping[str, Theory], alternations: dict[str, Alternation]
+) -> list[Candidate]:
+    """The same. alternations: gets that of every view."""
     found: list[Candidate] = []
     old: list[Candidate] = []
     failures: list[HapError] = []
-    alternations: dict[str, Alternation] = {}
     exact = setting  # strict once memory binds, but not where that is found: what corrections of limits mean would change on the way
     derived: dict[tuple[int, int | None], Theory] = {}
-    allowed = views(setting.cluster, setting.rule) if meshes is None else meshes
-    for number, mesh in enumerate(allowed, 1):
+    for number, mesh in enumerate(meshes, 1):
         if setting.tight and not found and _far_too_large(setting, failures):
             break
         began = time.perf_counter()
         known = min((c.cost for c in found), default=inf)
-        told = Teller(setting.progress, counters.search, mesh.name, number, len(allowed), known)
+        told = Teller(setting.progress, counters.search, mesh.name, number, len(meshes), known)
         told("deriving rules")
         kind = len(mesh.axes), mesh.uneven
         theory = theories.get(mesh.name) or derive(setting.graph, mesh, like=derived.get(kind))
@@ -137,7 +146,7 @@ def plan_spmd(
             old += [alternation.old] if alternation.old is not None else []
             outcome |= {"programs": len(own), "cost": min((c.cost for c in own), default=None), "hopeless": alternation.hopeless}
         except (InsufficientMemoryError, PlanError) as failure:
-            failures.append(failure)
+            failures.append(kept(failure))
             outcome["error"] = str(failure)
         if mesh.name in alternations and alternations[mesh.name].binds:
             exact = replace(setting, strict=True)
@@ -146,7 +155,7 @@ def plan_spmd(
         counters.views.append(mesh.name)
         counters.tried.append(outcome)
     if not found:
-        raise min((f for f in failures if isinstance(f, InsufficientMemoryError)), key=attrgetter("times"), default=failures[0])
+        raise _nearest(failures)
     timed = Simulated(counters)
     ranked = _ranked(found, old, timed)
     if ranked[0].time > HOPELESS * setting.beside:
@@ -170,9 +179,16 @@ def plan_spmd(
     if not setting.strict and not ranked[0].fits:
         return plan_spmd(replace(setting, strict=True), counters, meshes)
     counters.search.gap = ranked[0].gap
-    for outcome in counters.tried[-len(allowed) :]:
+    for outcome in counters.tried[-len(meshes) :]:
         outcome |= {"time": min((c.time for c in ranked if c.mesh.name == outcome["view"]), default=None)}
     return ranked
+
+
+def _nearest(failures: list[HapError]) -> HapError:
+    """Of the views' errors that of the one which lacks least; none is kept."""
+    found = min((f for f in failures if isinstance(f, InsufficientMemoryError)), key=attrgetter("times"), default=failures[0])
+    failures.clear()
+    return found
 
 
 def _far_too_large(setting: Setting, failures: Sequence[HapError]) -> bool:
@@ -256,9 +272,9 @@ def _in_segments(setting: Setting, best: Candidate, freed: Freed, counters: Coun
     found: list[Candidate] = []
     with suppress(InsufficientMemoryError, PlanError):  # what fits with one row is known
         told = Teller(setting.progress, counters.search, best.mesh.name, 1, 1, best.cost)
-        own = Alternation(replace(setting, graph=graph, start=start, old=None), theory, counters, told)
-        found = own.candidates(best.cost)
-        found += own.around() if min((c.cost for c in found), default=inf) < best.cost else []
+        with closing(Alternation(replace(setting, graph=graph, start=start, old=None), theory, counters, told)) as own:
+            found = own.candidates(best.cost)
+            found += own.around() if min((c.cost for c in found), default=inf) < best.cost else []
     counters.search_time += time.perf_counter() - began
     return found
 
@@ -341,7 +357,8 @@ def fits_somehow(setting: Setting) -> InsufficientMemoryError | None:
         counters = Counters()
         told = Teller(setting.progress, counters.search, mesh.name, 1, 1, inf)
         try:
-            error = Alternation(replace(setting, graph=graph, old=None), derive(graph, mesh), counters, told).fits()
+            with closing(Alternation(replace(setting, graph=graph, old=None), derive(graph, mesh), counters, told)) as own:
+                error = own.fits()
         except PlanError as failure:
             error = InsufficientMemoryError(failure.what)
         if error is None:

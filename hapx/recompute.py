@@ -25,7 +25,7 @@ import numpy as np
 
 from hapx.carried import again, goal_of
 from hapx.cost.remat import most_blocks, with_blocks
-from hapx.errors import InsufficientMemoryError
+from hapx.errors import InsufficientMemoryError, kept
 from hapx.lower import Candidate
 from hapx.plan import Mesh
 from hapx.setting import Counters, Setting
@@ -135,7 +135,7 @@ class _Tried:
         try:
             self.found.append((own, self.plan(replace(own, tight=True, strict=True, beside=self.least), told, on)[0], told))
         except InsufficientMemoryError as error:
-            self.failures.append(error)
+            self.failures.append(kept(error))
             return False
         return True
 
@@ -167,7 +167,8 @@ class _Tried:
     def chosen(self, counters: Counters) -> Chosen:
         """The fastest that fits. Raises InsufficientMemoryError where nothing does."""
         if not self.found:
-            raise min(self.failures, key=attrgetter("times"))
+            self.failures.sort(key=attrgetter("times"), reverse=True)
+            raise self.failures.pop()
         own, best, told = min(self.found, key=lambda one: one[1].time)
         for other in self._told:
             counters.include(other)

@@ -10,9 +10,9 @@ lengths.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -23,7 +23,7 @@ from hapx.balancer.lp import Objective, balance, objective
 from hapx.balancer.rounding import Lengths, fit, fullest, improve, level_ratios, per_device, round_ratios
 from hapx.by_peaks import ByPeaks
 from hapx.cost.model import CostModel
-from hapx.cost.terms import Vector
+from hapx.cost.terms import Shares, Vector
 from hapx.errors import InsufficientMemoryError
 from hapx.fitting import Fitting
 from hapx.lower import Candidate
@@ -33,7 +33,7 @@ from hapx.squeezing import Squeezing, Tight
 from hapx.starts import Starts
 from hapx.states import Cut, Row
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import BUDGET, HOPELESS, attempt
+from hapx.synth.search import BUDGET, HOPELESS, alternatives, attempt
 from hapx.synth.writer import Solution
 from hapx.theory.triple import Theory
 
@@ -78,12 +78,17 @@ class Turns:
         self.cheapest = inf  # seconds of the fastest program that did not fit
         self.prices: tuple[float, ...] | None = None  # of memory, once there are some with which programs fit
         everywhere = self.small and (len(theory.mesh.axes) == 1 or len(self.problem.steps) <= BEAMED_ON_AXES)
+        self.goal: Callable[[Solution], Objective] = partial(_goal, self.goals, len(self.sizes))  # the cost of a program as a function of shares
         self.peaks = ByPeaks(self.problem, self.fitting, self.goal, [c for c in self.cuts if self.free and c not in self.fixed], everywhere)
         exact = not setting.within and self.costs.in_flight == self.costs.repeats == 1
         self.beams = everywhere and exact  # whether they look for what fits, everywhere
         self.beamable = not everywhere and len(self.problem.steps) <= BEAMED and exact  # or at few lengths, where it is worth while
         self.beamed: set[tuple[tuple[int, ...], ...]] = set()  # lengths, as in `searched`, at which they did
         self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
+
+    def close(self) -> None:
+        """Ends it: what is not freed otherwise is dropped."""
+        self.problem.forget()
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -253,7 +258,8 @@ class Turns:
 
     def _by_sums(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...]]:
         """The same, by searches that know sums of memory."""
-        shares, spare = self.costs.lengths_to_shares(lengths), None
+        shares, spare, aside = self.costs.lengths_to_shares(lengths), None, None
+        refused: set[tuple[int, ...]] = set()  # programs whose peaks do not fit, by their choices
         others: tuple[Solution, ...] = ()
         for _ in range(CORRECTIONS):
             found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known, self.possible)
@@ -263,7 +269,10 @@ class Turns:
             if found is not None:
                 self.prices = found.prices or self.prices
                 if self.fitting.correct(found, np.asarray(found.memory), lengths):
-                    return found, others
+                    return found if aside is None or found.cost <= aside.cost else aside, others
+                aside = aside or self._aside(shares, lengths, refused)
+                if aside is not None and found.cost >= aside.cost:
+                    break
             else:  # what does not fit by the sum may fit by its moments
                 better = next((s for s in others if self.fitting.correct(s, np.asarray(s.memory), lengths)), None)
                 if better is None or spare is not None:
@@ -271,7 +280,16 @@ class Turns:
                 spare = better
                 if better is others[0]:
                     break
-        return spare, others
+        return spare if aside is None or (spare is not None and spare.cost <= aside.cost) else aside, others
+
+    def _aside(self, shares: Shares, lengths: Lengths, refused: set[tuple[int, ...]]) -> Solution | None:
+        """The fastest program whose peak fits of those that were found where memory has a price. refused: gets others."""
+        for own in alternatives(self.problem, shares, self.setting.key):
+            if own.choices not in refused:
+                if self.fitting.holds(own, lengths):
+                    return own
+                refused.add(own.choices)
+        return None
 
     def possible(self) -> bool:
         """Whether it is worth while to look for a program that fits."""
@@ -323,13 +341,14 @@ class Turns:
         own = {row: np.array([np.mean([lengths[c][i] for i in kind]) / c.units for kind in self.kinds]) for row, c in finest.items()}
         return self.starts.by_kind({}) | own
 
-    def goal(self, solution: Solution) -> Objective:
-        """The cost of a program as a function of shares; equal programs of a problem have the same steps."""
-        known = self.goals.get(id(solution.steps))
-        if known is None:  # held with its solution, whose steps keep their identity
-            known = self.goals[id(solution.steps)] = solution, objective(solution.steps, solution.storage, len(self.sizes))
-        return known[1]
-
     def goal_of(self, candidate: Candidate) -> tuple[Solution, Objective]:
         """The solution of a candidate that was found here, and its cost as a function of shares."""
         return next(own for own in self.goals.values() if own[0].program is candidate.program)
+
+
+def _goal(goals: dict[int, tuple[Solution, Objective]], kinds: int, solution: Solution) -> Objective:
+    """The cost of a program as a function of shares; equal programs of a problem have the same steps."""
+    known = goals.get(id(solution.steps))
+    if known is None:  # held with its solution, whose steps keep their identity
+        known = goals[id(solution.steps)] = solution, objective(solution.steps, solution.storage, kinds)
+    return known[1]

@@ -10,13 +10,16 @@ import pytest
 from benchmarks.planning_cases import case, case_with
 from hapx.affine_peaks import AffinePeak
 from hapx.alternation import Alternation
-from hapx.balancer.rounding import deal
+from hapx.balancer.rounding import Lengths, deal
 from hapx.by_peaks import around
 from hapx.cost.liveness import moments, peak
+from hapx.cost.terms import Shares
 from hapx.planner import plan_spmd
 from hapx.progress import Teller
 from hapx.setting import Counters
 from hapx.states import Cut, Row
+from hapx.synth.search import alternatives
+from hapx.synth.writer import Solution
 from hapx.theory.derive import derive
 from hapx.turns import Turns
 
@@ -71,3 +74,26 @@ def test_lengths_around_others() -> None:
     assert {**lengths, one: (4, 6, 6), two: (1, 2, 1)} in trials  # a quarter of the row moved
     assert all(trial != lengths and all(sum(trial[c]) == c.units for c in trial) for trial in trials)
     assert all(trial[kept] == lengths[kept] for trial in around(lengths, kinds, [one, two], []))
+
+
+@pytest.mark.parametrize("seed", [39, 119])
+def test_where_what_fits_by_sums_does_not_by_peaks_what_was_found_before_is_asked(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    aside, looked = Turns._aside, []
+
+    def recorded(own: Turns, shares: Shares, lengths: Lengths, refused: set[tuple[int, ...]]) -> Solution | None:
+        found = aside(own, shares, lengths, refused)
+        known = list(alternatives(own.problem, shares, own.setting.key))
+        looked.append(found)
+        fits = [solution.cost for solution in known if own.fitting.holds(solution, lengths)]
+        if found is None:
+            assert not fits
+        else:
+            assert own.fitting.holds(found, lengths)
+            assert found.cost == min(fits)
+        return found
+
+    monkeypatch.setattr(Turns, "_aside", recorded)
+    of = case(seed)
+    best = plan_spmd(of.setting, Counters(), [of.mesh])[0]
+    assert best.fits
+    assert any(found is not None for found in looked)

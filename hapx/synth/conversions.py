@@ -107,6 +107,7 @@ def conversions(problem: Problem, shares: Shares) -> Conversions:
     """Those of the last question, if it was asked at the same shares."""
     known: Conversions | None = problem.conversions
     if known is None or known.exposed != problem.exposed or not _same(known.shares, shares):
+        problem.forget()
         known = problem.conversions = Conversions(problem, shares)
     return known
 

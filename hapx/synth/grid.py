@@ -45,7 +45,6 @@ class Grid:
     """What of the prices of a problem does not depend on shares."""
 
     def __init__(self, problem: Problem):
-        self.problem = problem
         tables = list({id(t): t for t in problem.tables.values()}.values())
         bundles: list[Bundle] = []
         self.count = 0  # of edges in `bundles`

@@ -118,6 +118,7 @@ class Problem:
     exposed: float = 1.0  # how much of the sums of gradients counts, where the rest is taken to run behind backward; see `hapx.overlap`
     brief: bool = False  # whether searches that cannot be short are to end soon
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
+    at_prices: dict[Any, Any] = field(default_factory=dict)  # last states of searches where memory has a price, by what they do, the latest last
     written: dict[Any, Any] = field(default_factory=dict)  # by choices, what `hapx.synth.writer` made of them
     instructions: dict[Any, Instruction] = field(default_factory=dict)  # of its programs; see `hapx.synth.writer`
     firsts: dict[Any, Instruction] = field(default_factory=dict)  # of those, one of each kind
@@ -129,6 +130,13 @@ class Problem:
     forward: dict[bool, Any] = field(default_factory=dict)  # see `hapx.synth.potentials`; of the last search by seconds (True), and by bytes
     asked: Any = None  # see `hapx.synth.search.least`
     widened: dict[Any, Any] = field(default_factory=dict)  # see `hapx.synth.search._found_by_wider`
+
+    def forget(self) -> None:
+        """Drops what was found out at the shares that were searched last. Searches there know the problem: what knows each other is not freed while a
+        plan is made (`hapx.processes.without_collections`)."""
+        if self.conversions is not None:
+            self.conversions.priced.clear()
+        self.conversions = self.asked = None
 
 
 def build(

@@ -23,11 +23,11 @@ is no search with memory as part of the state. At shares that are only tried (`P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
-from operator import le
+from operator import attrgetter, le, mul
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from hapx.restriction import AUTO, Restriction
 from hapx.states import Placement
 from hapx.synth.astar import TOLERANCE, Sharpen, Statistics, Width, beam, search
 from hapx.synth.conversions import conversions
-from hapx.synth.domain import State, Synthesis
+from hapx.synth.domain import State, Synthesis, moves_of
 from hapx.synth.effect import Vector, compose
 from hapx.synth.limited import fitting
 from hapx.synth.moves import Crowded
@@ -56,6 +56,7 @@ from hapx.theory.triple import Theory
 HOPELESS = 1.5
 NARROW, WIDTH = Width(1), Width(4)  # of the beams that a search begins with
 REMEMBERED = 2  # programs that the next search begins with
+AT_PRICES = 24  # those that were found last where memory had a price, which other shares begin with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
 SHORT = BUDGET // 6  # where little is to be expected
 NEARBY = 0.05  # relative difference of shares at which wider beams hardly find anything else than before
@@ -145,6 +146,16 @@ def attempt(
     return fits, (cheapest,)
 
 
+def alternatives(problem: Problem, shares: Shares, key: ProgramKey) -> Iterator[Solution]:
+    """Programs that were found where memory has a price, here and at other shares, as they are here, the fastest first."""
+    domain, statistics = _domain(problem, shares), Statistics()
+    start = domain.start()
+    assert start is not None, "without limits"
+    for state in sorted(_at_prices(problem, domain), key=attrgetter("estimate")):
+        statistics.gap = 1 - start.estimate / state.estimate
+        yield solution(problem, state, state.estimate, key, replace(statistics))
+
+
 def _limited(
     domain: Synthesis, shares: Shares, limits: Vector, key: ProgramKey, cheapest: State, prices: Vector | None, statistics: Statistics,
     budget: int | None, known: float,
@@ -158,17 +169,25 @@ def _limited(
     def priced(at: Vector) -> tuple[State | None, float, tuple[State, float] | None]:
         if at not in asked:
             own, there = Statistics(), Synthesis(problem, shares, None, prices=at)
-            state = _search(there, own, WITHIN, SHORT, wide=small, widths=() if small else PRICED[len(problem.theory.mesh.axes) > 1])
+            begin = min(programs, key=lambda s: s.estimate + sum(map(mul, at, s.memory)), default=None)
+            widths = () if small else PRICED[len(problem.theory.mesh.axes) > 1]
+            state = _search(there, own, WITHIN, SHORT, wide=small, widths=widths, begin=() if begin is None else (begin,))
             asked[at] = state, own.gap, there
+            if state is not None:
+                _remember(problem, state)
             own.gap = 0.0
             statistics.add(own)
         state, gap, there = asked[at]
         return state, gap, splices.add(state, there) if state is not None else None
 
-    splices.add(cheapest, domain)
+    programs = _at_prices(problem, domain)
+    for own in programs:
+        splices.know(own, domain)
+    spliced = splices.add(cheapest, domain)
+    programs += [spliced[0]] if spliced is not None else []
     # what is far slower than without limits, the search with memory as part of the state finds as well, if there are not too many steps
     above = TOO_SLOW * cheapest.estimate if small and len(problem.steps) <= SURE else HOPELESS * known
-    found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices, tuple(asked), above)
+    found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices, tuple(asked), above, programs)
     best, cost, least = found.best, found.cost, None
     if best is None:
         least = least_memory(problem, shares, limits, key, SHORT if budget is None else BUDGET)
@@ -182,7 +201,24 @@ def _limited(
         best, cost = exact, exact.estimate
     elif best is not None:
         statistics.gap = max(statistics.gap, 1 - found.bound / cost)
-    return solution(problem, best, cost, key, statistics, found.prices) if best is not None else None, least
+    if best is None:
+        return None, least
+    _remember(problem, best)
+    return solution(problem, best, cost, key, statistics, found.prices), least
+
+
+def _at_prices(problem: Problem, domain: Synthesis) -> list[State]:
+    """Programs that were found where memory has a price, in a domain without."""
+    return [own for last in problem.at_prices.values() if (own := domain.follow(last)) is not None]
+
+
+def _remember(problem: Problem, state: State) -> None:
+    """Keeps a program that was found where memory has a price, for other shares."""
+    key, known = tuple([move.does for move in moves_of(state)]), problem.at_prices
+    known.pop(key, None)
+    known[key] = state
+    if len(known) > AT_PRICES:
+        known.pop(next(iter(known)))
 
 
 def _with_memory(
@@ -229,13 +265,13 @@ def program_key(theory: Theory) -> ProgramKey:
 
 def _search(
     domain: Synthesis, statistics: Statistics, tolerance: float | None = None, budget: int = BUDGET, wide: bool = True, widths: Sequence[Width] = (),
-    known: float = inf,
+    known: float = inf, begin: Sequence[State] = (),
 ) -> State | None:  # fmt: skip
     """First good programs, so that most of what the search would generate is above the best of them: those that were found at other shares, or else
     those that people write by hand and what beams find. Where the best is not wanted exactly, the search hardly ever finds a better one, so it is
     short."""
     problem = domain.problem
-    found = [state for last in problem.programs if (state := domain.follow(last)) is not None]
+    found = [state for last in (*problem.programs, *begin) if (state := domain.follow(last)) is not None]
     best = min(found, key=lambda s: s.estimate, default=None)
     within = _tolerance(problem) if tolerance is None else tolerance
     if best is None or problem.exposed < 1:  # what was found where all counts is far from the best where a part does

@@ -52,24 +52,32 @@ class Splices:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._effects: list[Effect] = []  # by the number of a move
 
+    def know(self, last: State, domain: Synthesis) -> None:
+        """Adds a program with which others are combined."""
+        self._keep(self._unrolled(last, domain))
+
     def add(self, last: State, domain: Synthesis) -> tuple[State, float] | None:
         """Of a program with those that were added before, the cheapest combination that fits, with its seconds; None where none takes less than
         what was found before, or than the program itself. domain: where it was found."""
         own = self._unrolled(last, domain)
         if any(np.array_equal(own.numbers, other.numbers) for other in self.known):
             return None
-        if (own.bytes_after[0] <= self.free).all():
-            self.seconds = min(self.seconds, own.after[0].seconds)
+        before = list(self.known)
+        self._keep(own)
         best: State | None = None
-        for other in self.known:
+        for other in before:
             for first, second in ((own, other), (other, own)):
                 best = self._spliced(first, second) or best
-        self.known.append(own)
         if best is None:
             return None
         state = self.domain.follow(best)
         assert state is not None, "without limits"
         return state, state.estimate
+
+    def _keep(self, own: Known) -> None:
+        if (own.bytes_after[0] <= self.free).all():
+            self.seconds = min(self.seconds, own.after[0].seconds)
+        self.known.append(own)
 
     def _spliced(self, first: Known, second: Known) -> State | None:
         """The best program that begins and goes on as these do, if it takes less than what is known."""

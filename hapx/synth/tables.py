@@ -96,20 +96,25 @@ Path = tuple[Edge, ...]
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """A path between two placements (numbers) of a table; what all of it costs (memory is not the sum over its edges), once that is asked for."""
+    """A path of a tensor `ref` between two placements (numbers) of its table, the second one being `placement`; what all of it costs (memory is not
+    the sum over its edges), once that is asked for. It does not know its table, which keeps it: what knows each other is not freed while a plan is
+    made (`hapx.processes.without_collections`)."""
 
-    table: TensorTable = field(repr=False)
     source: int
     target: int
     path: tuple[Communication, ...]
+    ref: TensorRef = field(repr=False)
+    placement: Placement = field(repr=False)
+    costs: CostModel = field(repr=False)
+    terms: TermTable = field(repr=False)
 
     @cached_property
     def cost(self) -> StepCost:
-        return self.table.cost.conversion(self.table.ref, self.path, self.table.placements[self.target])
+        return self.costs.conversion(self.ref, self.path, self.placement)
 
     @cached_property
     def step(self) -> StepTerms:
-        return numbered(self.table.terms, self.cost)
+        return numbered(self.terms, self.cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +240,7 @@ class TensorTable:
         """A path, one object for all who ask for it."""
         key = source, target, path
         if key not in self._conversions:
-            self._conversions[key] = Conversion(self, source, target, path)
+            self._conversions[key] = Conversion(source, target, path, self.ref, self.placements[target], self.cost, self.terms)
         return self._conversions[key]
 
     def held(self, target: Placement) -> int:

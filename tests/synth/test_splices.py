@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from hapx.balancer.lp import objective
 from hapx.states import Sharded
 from hapx.synth.astar import Statistics, Width, beam
 from hapx.synth.domain import State, Synthesis, moves_of
-from hapx.synth.search import program_key, solve
+from hapx.synth.search import alternatives, program_key, solve
 from hapx.synth.seeds import seeds
 from hapx.synth.splices import Splices
 from support.searched import Case, gpt
@@ -99,3 +101,38 @@ def test_nothing_is_faster_than_what_is_proven() -> None:
     best = solve(of.problem, of.shares, limits, program_key(of.problem.theory))
     assert best.cost * (1 - best.statistics.gap) * (1 - 1e-9) <= splices.seconds < np.inf
     assert best.cost < 1.01 * splices.seconds
+
+
+def test_a_program_that_is_known_is_combined_with_the_next_one(any_view: Case) -> None:
+    known = list(by_hand(any_view))
+    plain = [own for last, _ in known if (own := any_view.domain().follow(last)) is not None]
+    memories = np.array([own.memory for own in plain])
+    limits = tuple((0.5 * memories.min(axis=0) + 0.5 * memories.max(axis=0)).tolist())
+    combined = 0
+    for first, second in pairwise(known):
+        one, both = Splices(any_view.domain(), limits), Splices(any_view.domain(), limits)
+        one.know(*first)
+        both.add(*first)
+        mine, expected = one.add(*second), both.add(*second)
+        assert (mine is None) == (expected is None) and one.seconds == both.seconds
+        if mine is not None and expected is not None:
+            assert mine[1] == expected[1]
+            combined += 1
+    assert combined
+
+
+def test_what_was_found_at_prices_is_known_at_other_shares() -> None:
+    of = gpt("flat", 2)
+    free = solve(of.problem, of.shares, None, program_key(of.problem.theory))
+    solve(of.problem, of.shares, tuple(0.8 * m for m in free.memory), program_key(of.problem.theory))
+    others = {cut: np.roll(own, 1) for cut, own in of.shares.items()}
+    found = list(alternatives(of.problem, others, program_key(of.problem.theory)))
+    assert len(found) == len(of.problem.at_prices) > 1
+    costs = [own.cost for own in found]
+    assert costs == sorted(costs)
+    best = solve(of.problem, others, None, program_key(of.problem.theory))
+    for own in found:
+        assert own.cost >= best.cost * (1 - 1e-9)
+        assert own.cost * (1 - own.statistics.gap) <= best.cost * (1 + 1e-9)
+        total = objective(own.steps, own.storage, of.problem.terms.kinds).time(others)
+        assert total == pytest.approx(own.cost)
