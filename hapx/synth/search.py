@@ -196,7 +196,7 @@ def _limited(
     exact = None
     if small and (best is None or found.bound <= HOPELESS * known):
         with suppress(Crowded):
-            exact = _with_memory(problem, shares, limits, found.prices, best, cost, statistics, budget)
+            exact = _with_memory(problem, shares, limits, found.prices, best, cost, statistics, budget, known)
     if exact is not None:
         best, cost = exact, exact.estimate
     elif best is not None:
@@ -223,18 +223,19 @@ def _remember(problem: Problem, state: State) -> None:
 
 def _with_memory(
     problem: Problem, shares: Shares, limits: Vector, prices: Vector | None, best: State | None, cost: float, statistics: Statistics,
-    budget: int | None,
+    budget: int | None, known: float,
 ) -> State | None:  # fmt: skip
-    """The search with bytes as part of the state. best: what prices found, of that many seconds; None: the program of least memory begins.
-    Raises Crowded."""
+    """The search with bytes as part of the state. best: what prices found, of that many seconds; None: the program of least memory begins. known: see
+    `attempt`. Raises Crowded."""
     domain = Synthesis(problem, shares, limits, prices=prices)
     if best is not None:  # as an incumbent: with its seconds alone
         best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, cost, best.parent, best.move)
     else:
         best = domain.follow(problem.programs[0])
     own = Statistics()
-    best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch, sharpen=_sharpen(domain)))
-    best = _widened(domain, own, best, WIDEST, TOLERANCE)
+    best = _counted(domain, own, search(domain, own, best, budget, watch=problem.watch, enough=(known, SHORT), sharpen=_sharpen(domain)))
+    if best is not None and best.estimate * (1 - own.gap) <= known:
+        best = _widened(domain, own, best, WIDEST, TOLERANCE)
     statistics.gap = 0.0  # that of the program without limits
     statistics.add(own)
     return best
