@@ -20,7 +20,7 @@ from hapx.by_peaks import around
 from hapx.cluster.spec import ClusterSpec
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
-from hapx.errors import InsufficientMemoryError, PlanError, kept
+from hapx.errors import InsufficientMemoryError, PlanError, kept, nearest
 from hapx.lower import Candidate, at_their_best
 from hapx.plan import Mesh
 from hapx.progress import Teller
@@ -108,7 +108,8 @@ class Alternation(Turns):
         if early and not self._far(min(known, self.setting.beside)):
             self._by_name(known)
         if not self.found:
-            raise failures.pop()
+            assert failures, "why nothing was found"
+            raise nearest(failures)
         self._by_beams(known)
         if several:
             self._further(known)

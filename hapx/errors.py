@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
+from operator import attrgetter
 from typing import TypeVar
 
 
@@ -63,8 +64,15 @@ Kept = TypeVar("Kept", bound=HapError)
 
 def kept(error: Kept) -> Kept:
     """An error to look at later, without its traceback: that knows the frames of functions, one of which may know the error, and what knows each
-    other is not freed while a plan is made. It is raised by taking it out of where it is kept, for the same reason."""
+    other is not freed while a plan is made. It is raised by `nearest`, for the same reason."""
     return error.with_traceback(None)
+
+
+def nearest(errors: list[Kept]) -> HapError:
+    """Of errors that were kept (at least one) that of what lacks least memory, else the first one, to be raised; none is kept any longer."""
+    found: HapError = min((e for e in errors if isinstance(e, InsufficientMemoryError)), key=attrgetter("times"), default=errors[0])
+    errors.clear()
+    return found
 
 
 class LaunchError(HapError):

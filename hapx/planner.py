@@ -29,7 +29,7 @@ from hapx.cluster.spec import ClusterSpec
 from hapx.cost.coverage import coverage
 from hapx.cost.model import CostModel
 from hapx.cost.remat import chosen_blocks, with_blocks
-from hapx.errors import HapError, InsufficientMemoryError, PlanError, kept
+from hapx.errors import HapError, InsufficientMemoryError, PlanError, kept, nearest
 from hapx.finishing import FEW_NODES, finished
 from hapx.graph.borders import candidate_segments, carried, numbered
 from hapx.ir import Graph
@@ -155,7 +155,7 @@ def _of_all_views(
         counters.views.append(mesh.name)
         counters.tried.append(outcome)
     if not found:
-        raise _nearest(failures)
+        raise nearest(failures)
     timed = Simulated(counters)
     ranked = _ranked(found, old, timed)
     if ranked[0].time > HOPELESS * setting.beside:
@@ -182,13 +182,6 @@ def _of_all_views(
     for outcome in counters.tried[-len(meshes) :]:
         outcome |= {"time": min((c.time for c in ranked if c.mesh.name == outcome["view"]), default=None)}
     return ranked
-
-
-def _nearest(failures: list[HapError]) -> HapError:
-    """Of the views' errors that of the one which lacks least; none is kept."""
-    found = min((f for f in failures if isinstance(f, InsufficientMemoryError)), key=attrgetter("times"), default=failures[0])
-    failures.clear()
-    return found
 
 
 def _far_too_large(setting: Setting, failures: Sequence[HapError]) -> bool:

@@ -19,13 +19,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from operator import attrgetter
 
 import numpy as np
 
 from hapx.carried import again, goal_of
 from hapx.cost.remat import most_blocks, with_blocks
-from hapx.errors import InsufficientMemoryError, kept
+from hapx.errors import InsufficientMemoryError, kept, nearest
 from hapx.lower import Candidate
 from hapx.plan import Mesh
 from hapx.setting import Counters, Setting
@@ -167,8 +166,7 @@ class _Tried:
     def chosen(self, counters: Counters) -> Chosen:
         """The fastest that fits. Raises InsufficientMemoryError where nothing does."""
         if not self.found:
-            self.failures.sort(key=attrgetter("times"), reverse=True)
-            raise self.failures.pop()
+            raise nearest(self.failures)
         own, best, told = min(self.found, key=lambda one: one[1].time)
         for other in self._told:
             counters.include(other)

@@ -269,7 +269,7 @@ class Turns:
             if found is not None:
                 self.prices = found.prices or self.prices
                 if self.fitting.correct(found, np.asarray(found.memory), lengths):
-                    return found if aside is None or found.cost <= aside.cost else aside, others
+                    return _cheaper(found, aside), others
                 aside = aside or self._aside(shares, lengths, refused)
                 if aside is not None and found.cost >= aside.cost:
                     break
@@ -280,7 +280,7 @@ class Turns:
                 spare = better
                 if better is others[0]:
                     break
-        return spare if aside is None or (spare is not None and spare.cost <= aside.cost) else aside, others
+        return _cheaper(spare, aside), others
 
     def _aside(self, shares: Shares, lengths: Lengths, refused: set[tuple[int, ...]]) -> Solution | None:
         """The fastest program whose peak fits of those that were found where memory has a price. refused: gets others."""
@@ -344,6 +344,11 @@ class Turns:
     def goal_of(self, candidate: Candidate) -> tuple[Solution, Objective]:
         """The solution of a candidate that was found here, and its cost as a function of shares."""
         return next(own for own in self.goals.values() if own[0].program is candidate.program)
+
+
+def _cheaper(*solutions: Solution | None) -> Solution | None:
+    """The first one that costs least, if there is any."""
+    return min((own for own in solutions if own is not None), key=attrgetter("cost"), default=None)
 
 
 def _goal(goals: dict[int, tuple[Solution, Objective]], kinds: int, solution: Solution) -> Objective:

@@ -27,7 +27,7 @@ from operator import le, mul
 import numpy as np
 from scipy.optimize import linprog
 
-from hapx.cost.edges import Array, Numbers
+from hapx.cost.edges import Array, Mask
 from hapx.synth.domain import State
 from hapx.synth.effect import Vector
 
@@ -92,7 +92,7 @@ class Planes:
         return np.asarray(planes[:, 0] + planes[:, 1:] @ (np.array(prices) * self.limits / self.seconds))
 
     @property
-    def _fitting(self) -> Numbers:
+    def _fitting(self) -> Mask:
         return np.asarray((np.array(self._planes)[:, 1:] <= 0).all(axis=1))
 
 

@@ -152,7 +152,7 @@ def alternatives(problem: Problem, shares: Shares, key: ProgramKey) -> Iterator[
     start = domain.start()
     assert start is not None, "without limits"
     for state in sorted(_at_prices(problem, domain), key=attrgetter("estimate")):
-        statistics.gap = 1 - start.estimate / state.estimate
+        statistics.gap = 1 - start.estimate / state.estimate if state.estimate > 0 else 0.0  # a stage of a pipeline may have nothing to do
         yield solution(problem, state, state.estimate, key, replace(statistics))
 
 
@@ -165,6 +165,11 @@ def _limited(
     problem, splices = domain.problem, Splices(domain, limits)
     small = budget is not None and len(problem.steps) <= EXACT
     asked: dict[Vector, tuple[State | None, float, Synthesis]] = conversions(problem, shares).priced.setdefault(small, {})
+    programs = _at_prices(problem, domain)
+    for program in programs:
+        splices.know(program, domain)
+    spliced = splices.add(cheapest, domain)
+    programs += [spliced[0]] if spliced is not None else []
 
     def priced(at: Vector) -> tuple[State | None, float, tuple[State, float] | None]:
         if at not in asked:
@@ -180,11 +185,6 @@ def _limited(
         state, gap, there = asked[at]
         return state, gap, splices.add(state, there) if state is not None else None
 
-    programs = _at_prices(problem, domain)
-    for own in programs:
-        splices.know(own, domain)
-    spliced = splices.add(cheapest, domain)
-    programs += [spliced[0]] if spliced is not None else []
     # what is far slower than without limits, the search with memory as part of the state finds as well, if there are not too many steps
     above = TOO_SLOW * cheapest.estimate if small and len(problem.steps) <= SURE else HOPELESS * known
     found = fitting(priced, cheapest, limits, 0.0 if small else WITHIN_LIMITS, prices, tuple(asked), above, programs)
@@ -229,7 +229,7 @@ def _with_memory(
     `attempt`. Raises Crowded."""
     domain = Synthesis(problem, shares, limits, prices=prices)
     if best is not None:  # as an incumbent: with its seconds alone
-        best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, cost, best.parent, best.move)
+        best = State(best.level, best.place, cost, best.forward, best.backward, best.memory, cost, cost, best.parent, best.move, best.rounds)
     else:
         best = domain.follow(problem.programs[0])
     own = Statistics()

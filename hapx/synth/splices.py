@@ -62,10 +62,9 @@ class Splices:
         own = self._unrolled(last, domain)
         if any(np.array_equal(own.numbers, other.numbers) for other in self.known):
             return None
-        before = list(self.known)
         self._keep(own)
         best: State | None = None
-        for other in before:
+        for other in self.known[:-1]:
             for first, second in ((own, other), (other, own)):
                 best = self._spliced(first, second) or best
         if best is None:
