@@ -57,7 +57,7 @@ class Alternation(Turns):
         self, setting: Setting, theory: Theory, counters: Counters, told: Teller, before: Candidate | None = None, costs: CostModel | None = None
     ):
         super().__init__(setting, theory, counters, told, before, costs)
-        self.old = carried(setting.old, setting.key, theory, self.costs, self.fitting.capacity) if setting.old is not None else None
+        self.old = carried(setting.old, setting.key, theory, self.costs) if setting.old is not None else None
         self._generated = counters.search.generated  # partial programs, before
         self.named: dict[str, Alternation] = {}  # strategies by name that were looked at
 

@@ -196,8 +196,9 @@ def kept_otherwise(sizes: Sequence[int]) -> Iterator[Vector]:
         yield np.where(np.arange(len(sizes)) == kind, 1 / number, 0.0)
 
 
-def carried(plan: Plan, key: ProgramKey, theory: Theory, costs: CostModel, capacity: Vector) -> Candidate | None:
-    """The program of an old plan with its lengths, at the costs of now. None where it is of another graph or mesh, or does not fit any more."""
+def carried(plan: Plan, key: ProgramKey, theory: Theory, costs: CostModel) -> Candidate | None:
+    """The program of an old plan with its lengths, at the costs of now. None where it is of another graph or mesh, or its peak does not fit any
+    more."""
     stage = plan.stages[0]
     if plan.schedules or key not in plan.graphs or plan.graphs[key].hash != theory.graph.hash or stage.mesh != theory.mesh:
         return None
@@ -208,8 +209,7 @@ def carried(plan: Plan, key: ProgramKey, theory: Theory, costs: CostModel, capac
     except PlanError:
         return None
     found = Candidate(theory, costs, program, storage, lengths, stage.shares, 0.0, 0.0)
-    goal, shares = goal_of(found), costs.lengths_to_shares(lengths)
-    if not (goal.memory(shares) <= capacity * (1 + 1e-9)).all():
+    if not found.fits:
         return None
-    time = goal.time(shares)
+    time = goal_of(found).time(costs.lengths_to_shares(lengths))
     return replace(found, cost=time, time=time)

@@ -19,6 +19,7 @@ import pytest
 from benchmarks.planning_cases import Case, case, case_with
 from hapx.alternation import BY_NAME, Alternation
 from hapx.cluster.spec import ClusterSpec, DeviceType, Link
+from hapx.cost.memory import RESERVE
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
 from hapx.lower import Candidate
@@ -161,6 +162,18 @@ def test_an_old_plan_is_kept_where_nothing_better_is_found() -> None:
     again = plan_graphs([problem.graph], problem.setting.cluster, strategy=even, old=replace(before, restriction=even))
     assert before.iteration_time < without.iteration_time
     assert again.iteration_time == before.iteration_time
+
+
+@pytest.mark.parametrize("seed", (0, 5))
+def test_an_old_plan_whose_peak_does_not_fit_any_more_is_no_candidate(seed: int) -> None:
+    """With somewhat less memory than it needs; its sum would fit."""
+    problem, before = problem_and_plan(seed)
+    usable = 0.99 * max(before.memory)
+    cluster = problem.setting.cluster
+    less = {name: replace(kind, memory=round(usable / (1 - RESERVE))) for name, kind in cluster.device_types.items()}
+    after = planned(problem, replace(cluster, device_types=less), before)
+    assert max(after.memory) <= usable
+    assert after.iteration_time > before.iteration_time
 
 
 def test_old_plans_of_other_problems_are_left_alone() -> None:
