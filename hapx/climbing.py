@@ -18,7 +18,7 @@ from hapx.setting import Setting
 from hapx.stage_prices import PLAIN, Asker
 from hapx.stages.clustering import finer
 from hapx.stages.costs import Pipeline, Prices
-from hapx.stages.neighbours import at_least, cut_anew, neighbours
+from hapx.stages.neighbours import arrangements, at_least, cut_anew, neighbours
 from hapx.stages.simulated import simulated
 
 TIGHT = 0.6  # of a device's memory: then more room may make a plan faster
@@ -27,7 +27,10 @@ NEARBY = 0.003  # of its time may be gained; where memory binds, estimates are w
 UNCERTAIN = 0.005  # of its time is not lost
 PARTS = 4  # of a layer,
 FINER = 3  # pipelines of which are put together, as long as
-WORTH = 0.01  # of the time may be gained
+WORTH = 0.01  # of the time may be gained;
+CHEAP = 300  # arrangements of devices, times parts, up to which other arrangements are looked at, too, and these
+MORE_PARTS = 8  # of a layer:
+STEPS = 12  # pipelines are put together then, as long as `UNCERTAIN` of the time is not lost
 
 Near = Callable[[Pipeline, int, ClusterSpec, Prices], Iterable[Pipeline]]
 Watch = Callable[[str], None]
@@ -44,17 +47,33 @@ def climbed(plans: Sequence[Made], asked: Setting, watch: Watch, tried: set[Hash
 
 
 def in_parts(plans: Sequence[Made], asked: Setting, watch: Watch) -> Made:
-    """The fastest pipeline on the submeshes of the best ones whose stages are made of parts of layers."""
-    starts: list[Made] = []
+    """The fastest pipeline near the best ones whose stages are made of parts of layers: on their submeshes, and where that is cheap on others."""
+    found = list(plans)
+    for parts in (PARTS, MORE_PARTS):
+        starts = _cut(plans, parts)
+        tried: set[Hashable] = {key_of(m.pipeline) for m in starts}
+        if starts and all(_arrangements(m, asked.cluster) * len(m.asker.layers) <= CHEAP for m in starts):
+            found.append(_climbed(starts, asked, watch, tried, neighbours, STEPS, lambda _: -UNCERTAIN))
+        elif starts and parts == PARTS:
+            found.append(_climbed(starts, asked, watch, tried, cut_anew, FINER, lambda _: WORTH))
+    return min(found, key=_seconds)
+
+
+def _cut(plans: Sequence[Made], parts: int) -> list[Made]:
+    """The same pipelines as stages of parts of their layers; of those whose layers can be cut."""
+    found: list[Made] = []
     for asker in {id(m.asker): m.asker for m in plans}.values():
-        layers = finer(asker.asked.graph, tuple(asker.layers), PARTS)
+        layers = finer(asker.asked.graph, tuple(asker.layers), parts)
         own = [m for m in plans if m.asker is asker and len(m.pieces) > 1]
         if own and len(layers) > len(asker.layers):
             among, pipelines = asker.finer(layers, [m.pipeline for m in own])
-            starts += [replace(m, pipeline=p, asker=among) for m, p in zip(own, pipelines, strict=True)]
-    best = min(plans, key=_seconds)
-    found = _climbed(starts, asked, watch, {key_of(m.pipeline) for m in starts}, cut_anew, FINER, lambda _: WORTH) if starts else best
-    return found if faster(found, best) else best
+            found += [replace(m, pipeline=p, asker=among) for m, p in zip(own, pipelines, strict=True)]
+    return found
+
+
+def _arrangements(made: Made, cluster: ClusterSpec) -> int:
+    """Of devices, near those of a pipeline."""
+    return sum(1 for _ in arrangements(tuple(s.devices for s in made.pipeline.stages), cluster))
 
 
 def _climbed(
