@@ -28,7 +28,7 @@ UNCERTAIN = 0.005  # of its time is not lost
 PARTS = 4  # of a layer,
 FINER = 3  # pipelines of which are put together, as long as
 WORTH = 0.01  # of the time may be gained;
-CHEAP = 300  # arrangements of devices, times parts, up to which other arrangements are looked at, too, and these
+CHEAP = 350  # arrangements of devices, times parts, up to which other arrangements are looked at, too, and these
 MORE_PARTS = 8  # of a layer:
 STEPS = 12  # pipelines are put together then, as long as `UNCERTAIN` of the time is not lost
 
@@ -48,14 +48,18 @@ def climbed(plans: Sequence[Made], asked: Setting, watch: Watch, tried: set[Hash
 
 def in_parts(plans: Sequence[Made], asked: Setting, watch: Watch) -> Made:
     """The fastest pipeline near the best ones whose stages are made of parts of layers: on their submeshes, and where that is cheap on others."""
-    found = list(plans)
+    found, before = list(plans), 0
     for parts in (PARTS, MORE_PARTS):
         starts = _cut(plans, parts)
+        number = sum(len(m.asker.layers) for m in starts)
+        if number == before:  # as few cuts are possible as there were
+            break
         tried: set[Hashable] = {key_of(m.pipeline) for m in starts}
-        if starts and all(_arrangements(m, asked.cluster) * len(m.asker.layers) <= CHEAP for m in starts):
+        if all(_arrangements(m, asked.cluster) * len(m.asker.layers) <= CHEAP for m in starts):
             found.append(_climbed(starts, asked, watch, tried, neighbours, STEPS, lambda _: -UNCERTAIN))
-        elif starts and parts == PARTS:
+        elif parts == PARTS:
             found.append(_climbed(starts, asked, watch, tried, cut_anew, FINER, lambda _: WORTH))
+        before = number
     return min(found, key=_seconds)
 
 
