@@ -248,19 +248,20 @@ class Turns:
 
     def _solutions(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...]]:
         """The best program at these lengths whose peak fits, if any does; and what other ratios may make fit: the cheapest program without limits,
-        then, where none fits, the one of least memory. Nothing where all programs take more than `above`; a good one will do where all take more than
-        `known`."""
-        found, others = self._by_sums(lengths, above, known)
+        then, where none fits, the one of least memory, and those whose sums fit here, but not their peaks. Nothing where all programs take more than
+        `above`; a good one will do where all take more than `known`."""
+        found, others, high = self._by_sums(lengths, above, known)
         worth = bool(others) and self.problem.exposed == 1 and others[0].cost < UNLIKELY * self._known()
         if self.beams and worth and self.possible():
             self.by_peaks(lengths)
-        return found, others
+        return found, (*others, *high)
 
-    def _by_sums(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...]]:
-        """The same, by searches that know sums of memory."""
+    def _by_sums(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...], Iterable[Solution]]:
+        """The same, by searches that know sums of memory; apart, those whose peaks do not fit."""
         shares, spare, aside = self.costs.lengths_to_shares(lengths), None, None
         refused: set[tuple[int, ...]] = set()  # programs whose peaks do not fit, by their choices
         others: tuple[Solution, ...] = ()
+        high: dict[tuple[int, ...], Solution] = {}  # by their choices
         for _ in range(CORRECTIONS):
             found, others = attempt(self.problem, shares, self.limits, self.setting.key, self.prices, self.budget, above, known, self.possible)
             for solution in (found,) if found is not None else others:
@@ -269,7 +270,8 @@ class Turns:
             if found is not None:
                 self.prices = found.prices or self.prices
                 if self.fitting.correct(found, np.asarray(found.memory), lengths):
-                    return _cheaper(found, aside), others
+                    return _cheaper(found, aside), others, high.values()
+                high[found.choices] = found
                 aside = aside or self._aside(shares, lengths, refused)
                 if aside is not None and found.cost >= aside.cost:
                     break
@@ -280,7 +282,7 @@ class Turns:
                 spare = better
                 if better is others[0]:
                     break
-        return _cheaper(spare, aside), others
+        return _cheaper(spare, aside), others, high.values()
 
     def _aside(self, shares: Shares, lengths: Lengths, refused: set[tuple[int, ...]]) -> Solution | None:
         """The fastest program whose peak fits of those that were found where memory has a price. refused: gets others."""

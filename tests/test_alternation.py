@@ -64,6 +64,25 @@ def test_the_best_pair_kept_never_gets_worse(seed: int) -> None:
     assert best == pytest.approx(min(costs[-1] for costs in counters.kept if costs), rel=1e-9)
 
 
+def test_what_does_not_fit_by_its_peak_alone_is_balanced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ratios may make it fit: what is found at some ratios, and refused for its peak, is among what is balanced."""
+    of = case(0)
+    counters = Counters()
+    told = Teller(None, counters.search, of.mesh.name, 1, 1, inf)
+    own = Alternation(replace(of.setting, strict=True), derive(of.graph, of.mesh), counters, told)
+    lengths = own.lengths(own.starts.usual()[0])
+    fits, seen = own.fitting.correct, list[Any]()
+
+    def but_the_first(solution: Any, total: Vector, at: Any) -> bool:
+        seen.append(solution)
+        return fits(solution, total, at) and len(seen) > 1
+
+    monkeypatch.setattr(own.fitting, "correct", but_the_first)
+    found, others = own._solutions(lengths, inf, inf)
+    assert found is not None and len(seen) == 2
+    assert [s.choices for s in others] == [seen[0].choices]
+
+
 @pytest.mark.parametrize("seed", (0, TWO_AXES))
 def test_a_view_in_which_nothing_comes_near_is_not_searched(seed: int) -> None:
     problem, found = case(seed), {}
