@@ -72,7 +72,7 @@ def test_the_script_trains_over_a_slow_link_with_pipelines(tmp_path: Path, monke
     ran = subprocess.run([*launcher, *script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     compared, trained = [line for line in ran.stdout.splitlines() if line.startswith("a pipeline of ")]
-    assert "4 devices in 2 stages, strategy auto" in ran.stdout and "(2, 3) (0, 1)" in compared and "2 stages" in trained
+    assert "4 devices in 2 stages, strategy auto" in ran.stdout and "(0, 1) (2, 3)" in compared and "2 stages" in trained
     assert len(Plan.load(tmp_path / "plan-hapx.json").stages) == 2
 
     numbers = json.loads((tmp_path / "numbers.json").read_text())
