@@ -82,6 +82,7 @@ class Turns:
         self.peaks = ByPeaks(self.problem, self.fitting, self.goal, [c for c in self.cuts if self.free and c not in self.fixed], everywhere)
         exact = not setting.within and self.costs.in_flight == self.costs.repeats == 1
         self.beams = everywhere and exact  # whether they look for what fits, everywhere
+        self.shifted = not self.beams  # whether what fits by its sum and not by its peak is balanced, too
         self.beamable = not everywhere and len(self.problem.steps) <= BEAMED and exact  # or at few lengths, where it is worth while
         self.beamed: set[tuple[tuple[int, ...], ...]] = set()  # lengths, as in `searched`, at which they did
         self.budget: int | None = BUDGET  # with which small problems are searched to the end also where memory binds
@@ -248,13 +249,13 @@ class Turns:
 
     def _solutions(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...]]:
         """The best program at these lengths whose peak fits, if any does; and what other ratios may make fit: the cheapest program without limits,
-        then, where none fits, the one of least memory, and those whose sums fit here, but not their peaks. Nothing where all programs take more than
-        `above`; a good one will do where all take more than `known`."""
+        then, where none fits, the one of least memory, and, in problems that are not small, those whose sums fit here, but not their peaks. Nothing
+        where all programs take more than `above`; a good one will do where all take more than `known`."""
         found, others, high = self._by_sums(lengths, above, known)
         worth = bool(others) and self.problem.exposed == 1 and others[0].cost < UNLIKELY * self._known()
         if self.beams and worth and self.possible():
             self.by_peaks(lengths)
-        return found, (*others, *high)
+        return found, (*others, *high) if self.shifted else others
 
     def _by_sums(self, lengths: Lengths, above: float, known: float) -> tuple[Solution | None, tuple[Solution, ...], Iterable[Solution]]:
         """The same, by searches that know sums of memory; apart, those whose peaks do not fit."""
