@@ -55,10 +55,13 @@ def in_parts(plans: Sequence[Made], asked: Setting, watch: Watch) -> Made:
         if number == before:  # as few cuts are possible as there were
             break
         tried: set[Hashable] = {key_of(m.pipeline) for m in starts}
-        if all(_arrangements(m, asked.cluster) * len(m.asker.layers) <= CHEAP for m in starts):
+        cheap = all(_arrangements(m, asked.cluster) * len(m.asker.layers) <= CHEAP for m in starts)
+        if cheap:
             found.append(_climbed(starts, asked, watch, tried, neighbours, STEPS, lambda _: -UNCERTAIN))
         elif parts == PARTS:
             found.append(_climbed(starts, asked, watch, tried, cut_anew, FINER, lambda _: WORTH))
+        if not cheap:  # nor are more parts
+            break
         before = number
     return min(found, key=_seconds)
 

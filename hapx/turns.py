@@ -273,6 +273,7 @@ class Turns:
                 if self.fitting.correct(found, np.asarray(found.memory), lengths):
                     return _cheaper(found, aside), others, high.values()
                 high[found.choices] = found
+                refused.add(found.choices)
                 aside = aside or self._aside(shares, lengths, refused)
                 if aside is not None and found.cost >= aside.cost:
                     break

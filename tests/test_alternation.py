@@ -66,7 +66,7 @@ def test_the_best_pair_kept_never_gets_worse(seed: int) -> None:
 
 @pytest.mark.parametrize("small", (False, True))
 def test_what_does_not_fit_by_its_peak_alone_is_balanced_too(small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ratios may make it fit: what is found at some ratios, and refused for its peak, is among what is balanced; unless beams know peaks."""
+    """Other ratios may make it fit: what is found at some ratios, and refused for its peak, is among what is balanced; not in small problems."""
     of = case(0)
     counters = Counters()
     told = Teller(None, counters.search, of.mesh.name, 1, 1, inf)

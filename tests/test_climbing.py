@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -82,16 +83,21 @@ def test_where_memory_binds_neighbours_may_look_slower(monkeypatch: pytest.Monke
     assert limits[0] < made.plan.iteration_time < limits[1]
 
 
-def test_parts_of_layers_share_out_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks on devices of speeds 3 and 1: whole blocks are shared one and one, or all on one; a half of one is less for the slow device."""
-    model = MODEL(layers=2)
-    cluster = slow_devices(["medium"], ["slow"], inter="20 Mbit/s", speed=1e7)
+def best_in_parts(layers: int, *machines: Sequence[str]) -> Callable[[], Any]:
+    """Plans blocks on machines of such devices, as pipelines of eight micro-batches, with the constants of then."""
+    model = MODEL(layers=layers)
     whole = capture(model, model.example(16))
-    asked = Setting(whole, key_of(whole), cluster, AUTO, "fp32", "adamw")
+    asked = Setting(whole, key_of(whole), slow_devices(*machines, inter="20 Mbit/s", speed=1e7), AUTO, "fp32", "adamw")
 
     def best() -> Any:
         return pipelines(asked, lambda number: micro_graph(model, model.example(16), number)[0], (8,), more=False, one_stage=False)[0]
 
+    return best
+
+
+def test_parts_of_layers_share_out_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks on devices of speeds 3 and 1: whole blocks are shared one and one, or all on one; a half of one is less for the slow device."""
+    best = best_in_parts(2, ["medium"], ["slow"])
     found = best()
     found.verify()
     assert len(found.stages) == 2
@@ -101,14 +107,7 @@ def test_parts_of_layers_share_out_the_work(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_parts_of_layers_go_to_other_arrangements_where_these_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """One block on three machines: whole layers leave one arrangement of two stages; in parts, another one is a seventh faster."""
-    model = MODEL(layers=1)
-    cluster = slow_devices(["medium"], ["slow"], ["medium", "medium"], inter="20 Mbit/s", speed=1e7)
-    whole = capture(model, model.example(16))
-    asked = Setting(whole, key_of(whole), cluster, AUTO, "fp32", "adamw")
-
-    def best() -> Any:
-        return pipelines(asked, lambda number: micro_graph(model, model.example(16), number)[0], (8,), more=False, one_stage=False)[0]
-
+    best = best_in_parts(1, ["medium"], ["slow"], ["medium", "medium"])
     found = best()
     found.verify()
     monkeypatch.setattr(climbing, "CHEAP", 0)
