@@ -39,6 +39,10 @@ class CaptureError(HapError):
     """A model that cannot be captured as a graph."""
 
 
+# what to do about a random operator that is refused
+RANDOM_HINT = "make it of torch.rand, torch.randn or torch.randint, or pass the random numbers as an input"
+
+
 class UnsupportedOperatorError(HapError):
     """An operator without a rule that is random, in place or data-dependent."""
 

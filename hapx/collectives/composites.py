@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hapx.collectives.batch_norm import batch_norm, instance_norm
 from hapx.collectives.cross_entropy import cross_entropy
+from hapx.collectives.draws import rand, randint, randn
 from hapx.collectives.dropout import alpha_dropout, attention_dropout, dropout
 from hapx.collectives.factors import addmm_sfb, convolution_sfb, embedding_sfb, linear_sfb, matmul_sfb
 from hapx.collectives.indexing import gather, index
@@ -54,7 +55,7 @@ COMPOSITES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
         f"hapx.{function.__name__}": function
         for function in (
             embedding, gather, index, cross_entropy, nll_loss, mean_loss, sum_loss, batch_norm, instance_norm, mean, weight_norm, dropout,
-            alpha_dropout, attention_dropout, linear_sfb, matmul_sfb, addmm_sfb, convolution_sfb, embedding_sfb,
+            alpha_dropout, attention_dropout, rand, randn, randint, linear_sfb, matmul_sfb, addmm_sfb, convolution_sfb, embedding_sfb,
         )
     }
 )  # fmt: skip

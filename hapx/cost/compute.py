@@ -31,6 +31,8 @@ FACTORS = {
 FOLDED = frozenset({"aten.linear", "aten.matmul"})  # of tensors of any rank: their leading dims are made one
 # operators that draw a mask, and over how many of the first dims (None: all)
 MASKED = {"aten.dropout": None, "aten.alpha_dropout": None, "aten.feature_dropout": 2, "aten.feature_alpha_dropout": 2}
+RANDOM_TENSORS = frozenset({"aten.rand", "aten.randn", "aten.randint"})
+DRAWN = 160.0  # bytes that making a random word reads and writes (on a CPU a tensor of them takes as long as copying so many)
 SPARSE_TABLE = "aten.embedding"
 
 # passes over the first operand, beyond reading every operand and writing every result once: (forward, backward, beyond twice that). A softmax reads
@@ -140,6 +142,7 @@ def _work(graph: Graph, node: Node) -> Work:
     copies = copied_operands(graph, node)
     moved += [(name, 2.0 * size) for name, size in copies] if copies else [(name, size) for name, size in hidden(graph, node)]
     moved += [(name, 2.0 * graph.refs[name].size * DTYPE_BYTES[dtype]) for name, dtype in node.casts]
+    moved += [(o.name, DRAWN * o.size) for o in node.outputs if node.call.op in RANDOM_TENSORS]
     back = tuple((name, 2 * size) for name, size in moved) if gradient else ()
     if node.call.op in MORE_PASSES:
         first, (ahead, behind) = operands[0], MORE_PASSES[node.call.op]

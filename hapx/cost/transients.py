@@ -96,8 +96,8 @@ def forward_temporaries(graph: Graph, node: Node, body: OpCall) -> Sizes:
         return ((out.name, float(out.bytes)),)
     if body.target in ("hapx.embedding", "hapx.gather", "hapx.index"):
         return ((out.name, float(out.bytes)),)  # before rows of other devices are masked
-    if body.target in ("hapx.dropout", "hapx.alpha_dropout"):
-        return ((out.name, max(16.0 * out.size - out.bytes, float(out.bytes))),)  # 64-bit words from which the mask is made
+    if body.target in ("hapx.dropout", "hapx.alpha_dropout", "hapx.rand", "hapx.randn", "hapx.randint"):
+        return ((out.name, max(16.0 * out.size - out.bytes, float(out.bytes))),)  # 64-bit words from which the mask or the numbers are made
     if node.call.op == "aten.einsum":
         return tuple((name, float(graph.refs[name].bytes)) for name in node.call.refs())  # operands made contiguous for the product
     return _times(graph, node, "input", 1.0) if node.call.op == "aten.rms_norm" else ()  # squares

@@ -111,7 +111,7 @@ class World:
             if not _is_same_state(state, self.states[name]):
                 raise CaptureError(
                     f"forward uses {name} random numbers: a captured program would use the same ones in every step", where=self.where,
-                    hint="draw them outside and pass them as an input, or use torch's dropout",
+                    hint="use torch's (torch.rand, dropout), or draw them outside and pass them as an input",
                 )  # fmt: skip
 
 

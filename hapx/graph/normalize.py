@@ -23,6 +23,7 @@ from torch import Tensor
 from hapx.errors import CaptureError, UnsupportedOperatorError
 from hapx.graph import normalize_args as arguments
 from hapx.graph import normalize_bags as bags
+from hapx.graph import normalize_random as random
 from hapx.graph.capture_inputs import unique_name
 from hapx.graph.normalize_aliases import plain_form
 from hapx.graph.normalize_args import name_of
@@ -47,7 +48,7 @@ class Emitter:
 
     def __init__(self, used: set[str], device: torch.device):
         self.normal = Normal()
-        self._used = used
+        self._used, self._device = used, device
         self._caster = Caster("cuda" if device.type == "cuda" else "cpu", self._cast, self._of_parameter)
         self._alive: list[Tensor] = []  # fakes are kept: a freed storage's address could come again
         self._alias: dict[int, int] = {}
@@ -92,6 +93,8 @@ class Emitter:
             self._join_some(call, bound)
         elif name == "aten.broadcast_tensors.default":
             self._broadcast(call, bound["tensors"])
+        elif random.draws(call.op, bound) and (drawn := self._drawn(call, bound)) is not None:
+            self._rename(drawn, call.out)
         elif (alias := plain_form(call.op, bound)) is not None:
             self._compute(call, *alias, call.out)
         elif (dtype := arguments.target_dtype(call.op, bound)) is not None:
@@ -217,17 +220,29 @@ class Emitter:
     # writes in place
 
     def _bags(self, call: Call, bound: Mapping[str, Any]) -> None:
+        def producer(slot: Slot) -> Node | None:
+            return next((n for n in self.normal.nodes if any(o.name == slot.name for o in n.outputs)), None)
+
+        self._rename(bags.embedding_bag(bound, bags.bag_length(bound, producer), self._computing(call)), call.out[0])
+
+    def _drawn(self, call: Call, bound: Mapping[str, Any]) -> Slot | None:
+        """The result of a random operator, in the calls of which it is made; None where it must stay as it is (and is refused)."""
+        return random.drawn(call.op, bound, call.where, self._device, self._computing(call))
+
+    def _computing(self, call: Call) -> bags.Compute:
+        """Appends calls in the place of `call`."""
+
         def compute(op: torch._ops.OpOverload, **given: Any) -> Slot:
             slot = Slot()
             self._compute(call, op, arguments.bind(op, (), given), slot)
             return slot
 
-        def producer(slot: Slot) -> Node | None:
-            return next((n for n in self.normal.nodes if any(o.name == slot.name for o in n.outputs)), None)
+        return compute
 
-        result = bags.embedding_bag(bound, bags.bag_length(bound, producer), compute)
+    def _rename(self, result: Slot, out: Slot) -> None:
+        """`out` is what was computed for it."""
         assert result.fake is not None
-        self._assign(call.out[0], result.name, result.fake)
+        self._assign(out, result.name, result.fake)
 
     def _write(self, i: int, call: Call, bound: dict[str, Any]) -> None:
         """The write as a new value, which all names of the written tensor mean from here on."""
@@ -238,6 +253,9 @@ class Emitter:
         new = Slot()
         if call.op._schema.name == "aten::copy_":
             self._copy(call, bound["src"], target.fake, new)
+        elif random.draws(call.op, bound) and (drawn := self._drawn(call, bound)) is not None:
+            new = drawn
+            self._convert(call, new, target.fake)
         else:
             twin = arguments.functional_twin(call.op, call.where)
             self._compute(call, twin, arguments.rebind(call.op, twin, bound), new)

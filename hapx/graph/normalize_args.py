@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hapx.errors import CaptureError, UnsupportedOperatorError
+from hapx.errors import RANDOM_HINT, CaptureError, UnsupportedOperatorError
 from hapx.graph.normalize_names import canonical, types, with_types
 from hapx.ir import TorchConst, Value
 
@@ -151,7 +151,7 @@ def functional_twin(op: torch._ops.OpOverload, where: str) -> torch._ops.OpOverl
         raise UnsupportedOperatorError(
             f"{name_of(op)} is random and has no rule",
             where=where,
-            hint="pass the random numbers as an input, or use torch's dropout",
+            hint=RANDOM_HINT,
         )
     if twin is None or written_arguments(twin):
         raise UnsupportedOperatorError(

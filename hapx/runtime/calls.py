@@ -110,6 +110,8 @@ class Arguments:
         sizes, lengths, mine = self.position.mesh.sizes, self.position.lengths, self.position.coordinates
         if name == "rng" and value is None:
             return self.rng
+        if name == "local_device" and value is None:
+            return self.device
         if isinstance(value, LocalShape):
             return list(self.position.shape(value.shape, value.placement))
         if isinstance(value, LocalSize):

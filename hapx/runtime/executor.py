@@ -99,10 +99,12 @@ class Executor:
         as this device has them, and updates the module's buffers."""
         self.begins()
         self.runner.program(key, local_inputs)  # built before anything changes
-        if key.mode == "train":
-            self.rng.next_step()
-            if self.drifts and self.rng.step % ALIGN_EVERY == 0:
-                self.store.align()
+        if key.mode == "eval":
+            with self.rng.evaluating():
+                return self.runner.run(key, inputs, local_inputs)
+        self.rng.next_step()
+        if self.drifts and self.rng.step % ALIGN_EVERY == 0:
+            self.store.align()
         return self.runner.run(key, inputs, local_inputs)
 
     def clear(self) -> None:

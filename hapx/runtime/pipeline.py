@@ -148,16 +148,12 @@ class Pipeline:
             raise LaunchError("a pipeline takes whole batches", where="HAP", allowed='inputs="global"')
         self._check_inputs(key, inputs)
         times = len(self.plan.schedules[key].micro_batches)
-        if key.mode == "train":
-            if self.drifts and (self.rng.step + times) // ALIGN_EVERY > self.rng.step // ALIGN_EVERY:
-                self.align(key)
-            self.base = self.rng.step + 1
+        if key.mode == "train" and self.drifts and (self.rng.step + times) // ALIGN_EVERY > self.rng.step // ALIGN_EVERY:
+            self.align(key)
         step = Step(self, key, inputs, self.scale())
-        with self._carefully(step.crossings.messenger, (key, step.training)):
+        with self._numbers(key, times), self._carefully(step.crossings.messenger, (key, step.training)):
             results, gradients = self._with_gradients(step) if step.training else (step.run(), [])
             step.wait()
-        if key.mode == "train":
-            self.rng.step = self.base + times - 1
         outputs = self._outputs(key, results)
         loss = self.plan.graphs[key].loss
         if step.training:
@@ -165,6 +161,14 @@ class Pipeline:
         elif torch.is_grad_enabled():
             outputs[loss] = without_gradients(outputs[loss])
         return outputs
+
+    @contextmanager
+    def _numbers(self, key: ProgramKey, times: int) -> Iterator[None]:
+        """Random numbers of the next `times` micro-batches."""
+        with nullcontext() if key.mode == "train" else self.rng.evaluating(times):
+            self.base = self.rng.step + (key.mode == "train")
+            yield
+            self.rng.step = self.base + times - 1
 
     @contextmanager
     def _carefully(self, messenger: Messenger, kind: tuple[ProgramKey, bool] | str) -> Iterator[None]:

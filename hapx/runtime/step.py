@@ -97,8 +97,7 @@ class Step:
         pipeline, own = self.pipeline, self._own(action)
         for name, tensor in self._arrived(action):
             own.received[name] = tensor.requires_grad_(self.training and self.graph.refs[name].requires_grad)
-        if self.key.mode == "train":
-            pipeline.rng.step = pipeline.base + action.micro_batch
+        pipeline.rng.step = pipeline.base + action.micro_batch
         waits = self.training and action.micro_batch != self.last.get(action.stage)  # its gradients join those of the last one
         with pipeline.gradients[action.stage].no_sync() if waits else nullcontext():
             outputs = pipeline.runners[action.stage].run(self.key, {**self.micro_batches[action.micro_batch], **own.received})

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hapx.errors import PlanError, UnsupportedOperatorError
+from hapx.errors import RANDOM_HINT, PlanError, UnsupportedOperatorError
 from hapx.ir import Graph, Node, TensorRef
 from hapx.rules import Probed, Rule, Site
 from hapx.theory.grains import operands
@@ -39,9 +39,7 @@ def refuse(graph: Graph) -> None:
             raise UnsupportedOperatorError(
                 f"{node.call.target} is {' and '.join(node.tags)} and has no rule",
                 where=place(node),
-                hint="pass the random numbers as an input, or use torch's dropout"
-                if "random" in node.tags
-                else "replace it, or register a rule for it",
+                hint=RANDOM_HINT if "random" in node.tags else "replace it, or register a rule for it",
             )
 
 

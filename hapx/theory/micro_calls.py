@@ -37,6 +37,7 @@ class Way(Enum):
 WAYS: Mapping[str, Way] = {
     "hapx.mean": Way.SHARES, "hapx.mean_loss": Way.SHARES, "hapx.sum_loss": Way.PLAIN, "hapx.batch_norm": Way.MIXES, "hapx.instance_norm": Way.PLAIN,
     "hapx.dropout": Way.DRAWS, "hapx.alpha_dropout": Way.DRAWS, "hapx.attention_dropout": Way.DRAWS, "hapx.weight_norm": Way.PLAIN,
+    "hapx.rand": Way.DRAWS, "hapx.randn": Way.DRAWS, "hapx.randint": Way.DRAWS,
 }  # fmt: skip
 
 
@@ -84,11 +85,12 @@ class Cutting:
             local = entry.body(LocalCall(node, index, tensors, tuple(filter(None, pre)), tuple(filter(None, post)), (rule.variant,)))
         if local is None:
             return None
+        same = all(o.shape == self.shape(w, s) for o, w, s in zip(own.outputs, node.outputs, rule.outputs, strict=True))
         if local.target.startswith("hapx."):
-            way = self._way(local) if own.call == node.call else None
+            known = own.call == node.call or (same and _without_size(own.call) == _without_size(node.call))
+            way = self._way(local) if known else None
             return PartCall(own.call, way) if way is not None else None
         resolved = self._resolved(local)
-        same = all(o.shape == self.shape(w, s) for o, w, s in zip(own.outputs, node.outputs, rule.outputs, strict=True))
         if resolved is None or (same and resolved.target in VIEWS):
             return PartCall(own.call, Way.PLAIN) if resolved is not None else None
         return PartCall(resolved, Way.PLAIN)
@@ -119,6 +121,10 @@ class Cutting:
 
     def _local_shape(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
         return local_shape(shape, placement, (self.number,), {}, (0,))
+
+
+def _without_size(call: OpCall) -> OpCall:
+    return OpCall(call.target, tuple((k, v) for k, v in call.args if k != "size"))
 
 
 class _Differs(Exception):

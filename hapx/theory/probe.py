@@ -114,8 +114,8 @@ def run_alone(sample: Sample, seed: int = 0) -> Truth:
     entry = lookup(call)
     body = call
     if entry is not None and entry.body is not None and torch.Tag.nondeterministic_seeded in find_overload(call.target).tags:
-        shape = refs[names[0]].shape  # the mask is that of the composite on one device; its outputs' shapes are those of the operator
-        outputs = (TensorRef("out0", shape[:-1] + refs[names[-1]].shape[-1:] if len(names) > 1 else shape, "float64", Kind.VALUE, True),)
+        (like,) = run(call)  # the numbers are those of the composite on one device; shapes and dtypes are those of the operator
+        outputs = (TensorRef("out0", tuple(like.shape), str(like.dtype).removeprefix("torch."), Kind.VALUE, like.requires_grad),)
         node = Node(call, outputs, "", "", (None,))
         body = entry.body(LocalCall(node, 0, tuple(refs[n] for n in names), (whole,) * len(names), (whole,), ("",))) or call
     outputs = run(body)
@@ -218,6 +218,8 @@ def _resolve(name: str, value: Any, operands: Iterator[Tensor], setting: Setting
             return communicators[axes] if axes else None
         case None if name == "rng":
             return Rng(SEED)
+        case None if name == "local_device":
+            return torch.device("cpu")
     return value
 
 

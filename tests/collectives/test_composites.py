@@ -30,6 +30,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_the_registry_names_every_composite():
     names = {"embedding", "cross_entropy", "batch_norm", "mean", "mean_loss", "sum_loss", "nll_loss", "linear_sfb", "dropout", "attention_dropout"}
     names |= {"gather", "index", "instance_norm", "weight_norm", "alpha_dropout", "matmul_sfb", "addmm_sfb", "convolution_sfb", "embedding_sfb"}
+    names |= {"rand", "randn", "randint"}
     assert set(COMPOSITES) == {f"hapx.{n}" for n in names}
 
 

@@ -400,7 +400,7 @@ def part_under_no_grad(m: Model, h: Tensor) -> Tensor:
 
 
 def random_write(m: Model, h: Tensor) -> Tensor:
-    return h * torch.empty(3, 4, dtype=torch.float64).uniform_()
+    return h * torch.empty(3, 4, dtype=torch.float64).cauchy_()
 
 
 REFUSED = [
@@ -409,7 +409,7 @@ REFUSED = [
     (parameter, CaptureError, "changes the parameter 'linear.weight'"),
     (under_no_grad, CaptureError, "needs a gradient, under no_grad"),
     (part_under_no_grad, CaptureError, "needs a gradient, under no_grad"),
-    (random_write, UnsupportedOperatorError, "aten.uniform_.default is random"),
+    (random_write, UnsupportedOperatorError, "aten.cauchy_.default is random"),
 ]
 
 

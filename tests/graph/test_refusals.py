@@ -172,24 +172,12 @@ def resized(m: Model, h: Tensor) -> Tensor:
 # ---- random numbers ------------------------------------------------------------------------------------------------------------------
 
 
-def rand(m: Model, h: Tensor) -> Tensor:
-    return (h * torch.rand(3, 4)).mean()
+def poisson(m: Model, h: Tensor) -> Tensor:
+    return (h * torch.poisson(torch.ones(3, 4))).mean()
 
 
-def randn_like(m: Model, h: Tensor) -> Tensor:
-    return (h + torch.randn_like(h)).mean()
-
-
-def bernoulli(m: Model, h: Tensor) -> Tensor:
-    return (h * torch.bernoulli(h.sigmoid())).mean()
-
-
-def multinomial(m: Model, h: Tensor) -> Tensor:
-    return h[torch.multinomial(h.softmax(1), 1).squeeze(1) % 3].mean()
-
-
-def gumbel(m: Model, h: Tensor) -> Tensor:
-    return F.gumbel_softmax(h).mean()
+def cauchy(m: Model, h: Tensor) -> Tensor:
+    return (h + torch.empty_like(h).cauchy_()).mean()
 
 
 def own_generator(m: Model, h: Tensor) -> Tensor:
@@ -303,9 +291,9 @@ def text(m: Model, h: Tensor) -> Any:
 
 
 VALUES = "depends on the values of a tensor; use torch.where or a mask"
-RANDOM = "is random and has no rule; pass the random numbers as an input, or use torch's dropout"
+RANDOM = "is random and has no rule; make it of torch.rand, torch.randn or torch.randint, or pass the random numbers as an input"
 SIDE = "a captured program would not; keep such state in a registered buffer, or outside forward"
-FROZEN = "random numbers: a captured program would use the same ones in every step; draw them outside"
+FROZEN = "random numbers: a captured program would use the same ones in every step; use torch's (torch.rand, dropout)"
 NO_PART = "requires a gradient but is no part of the model; make it a parameter or a submodule of the model"
 INSIDE = "which a captured program would not; write the gradient as operators, or do it after forward"
 
@@ -325,7 +313,7 @@ REFUSED: list[tuple[Forward, str]] = [
     (through_data, "!Model: forward changes a tensor through .data or an attribute; use a registered buffer"),
     (another_view, "writes into a tensor of which another view is read later; allowed: in-place operators on whole tensors"),
     (resized, "aten.mul.out writes a result of shape [3, 4] into a tensor of shape [0]; use an operator that makes a new tensor"),
-    *((f, RANDOM) for f in (rand, randn_like, bernoulli, multinomial, gumbel)),
+    *((f, RANDOM) for f in (poisson, cauchy)),
     (own_generator, "forward uses an object that is no tensor (custom_obj); a random generator, a quantized or a scripted module"),
     (hidden_random, "hapx_tests.jitter.default gives other values each time: it is random, and has no rule; replace it"),
     *((f, "a complex64 tensor; allowed: dense tensors of float64, float32") for f in (fft, complex_number)),

@@ -33,14 +33,10 @@ def check(body: Body) -> None:
 
 
 RANDOM: dict[str, Body] = {
-    "rand": lambda h, y: h * torch.rand(8, 6),
-    "randn_like": lambda h, y: h + torch.randn_like(h),
-    "randint": lambda h, y: h[torch.randint(8, (4,))],
-    "randperm": lambda h, y: h[torch.randperm(8)],
-    "normal": lambda h, y: torch.normal(h, 1.0),
-    "bernoulli": lambda h, y: h * torch.bernoulli(torch.full((8, 6), 0.5)),
-    "multinomial": lambda h, y: h[torch.multinomial(torch.ones(8), 4)],
-    "rrelu": lambda h, y: F.rrelu(h, training=True),
+    "poisson": lambda h, y: h * torch.poisson(torch.ones(8, 6, dtype=torch.float64)),
+    "binomial": lambda h, y: h * torch.binomial(torch.full((8, 6), 5.0), torch.full((8, 6), 0.5)),
+    "cauchy": lambda h, y: h * torch.empty(8, 6, dtype=torch.float64).cauchy_(),
+    "random": lambda h, y: h * torch.empty(8, 6, dtype=torch.float64).random_(),
 }
 BY_VALUE: dict[str, Body] = {
     "masked_select": lambda h, y: torch.masked_select(h, h > 0),

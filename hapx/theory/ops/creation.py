@@ -1,4 +1,4 @@
-"""Tensors made from numbers. Their sizes are literal and global; values that are random have no entry and are refused."""
+"""Tensors made from numbers. Their sizes are literal and global."""
 
 from __future__ import annotations
 

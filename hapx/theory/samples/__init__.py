@@ -22,6 +22,7 @@ from hapx.theory.samples.losses import class_losses, losses, row_by_row
 from hapx.theory.samples.normalization import channels, groups, rows
 from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, several, with_numbers
 from hapx.theory.samples.pooling import pools, unpools
+from hapx.theory.samples.random_tensors import draws
 from hapx.theory.samples.recurrent import recurrent
 from hapx.theory.samples.reductions import reductions, softmaxes
 from hapx.theory.samples.resampling import columns, interpolations, paddings, points, shuffles
@@ -42,7 +43,7 @@ FAMILIES = (
     pools, unpools,
     interpolations, paddings, shuffles, columns, points,
     losses, class_losses, row_by_row,
-    dropouts,
+    dropouts, draws,
 )  # fmt: skip
 SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())
 
