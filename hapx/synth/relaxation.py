@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ FEW_STEPS = 150
 MANY = 64  # contexts, from which on new ones are of one parameter: of two, they are as many as there are pairs of placements, each takes as long as
 # ten partial programs, and what they say more is little beside potentials
 GENERAL = -1  # whatever is available
-FEW_ROWS = 32  # of a value, up to which it is not worth while to turn its rows around
+FEW_ROWS = 32  # of values, up to which it is not worth while to turn its rows around
 Rows = dict[int, Array]  # by where a value has its bits before the level, GENERAL: by none of them
 
 
@@ -352,8 +353,18 @@ class Relaxation:
         """The table before a step from that after it; `offset` is to be added to both. last: no uses later than these are priced."""
         weighted, then = self._choices(level, after, uses, last)
         rows[GENERAL] = np.minimum.reduce(self._total(weighted, then, offset), axis=0, keepdims=True)
+        untouched = []
         for shift in self.outline.values[level]:
-            rows[shift] = self._value(level, shift, weighted, then, after, offset)
+            if shift in self.problem.steps[level].slot_shifts:
+                rows[shift] = self._value(level, shift, weighted, then, after, offset)
+            else:
+                untouched.append(shift)
+        if untouched:
+            parts = [after[shift] for shift in untouched]
+            ends = list(accumulate(map(len, parts)))
+            found = self._untouched(weighted, then, np.concatenate(parts), offset)
+            for shift, start, end in zip(untouched, [0, *ends], ends, strict=False):
+                rows[shift] = found[start:end]
 
     def _total(self, weighted: Weighted, rest: Array, offset: Array) -> Array:
         """As `Weighted.total`, of bounds to which `offset` is to be added."""
@@ -382,13 +393,8 @@ class Relaxation:
         return weighted, then
 
     def _value(self, level: int, shift: int, weighted: Weighted, then: Array, after: Rows, offset: Array) -> Array:
-        """(choice, row, weights) -> the least over the choices, which come first as that is fastest."""
-        step = self.problem.steps[level]
-        if shift not in step.slot_shifts:
-            if weighted.cuts is None and len(after[shift]) > FEW_ROWS:
-                return _least(weighted.base, then, after[shift])
-            return np.minimum.reduce(self._total(weighted, np.maximum(then[:, None], after[shift]), offset))  # type: ignore[no-any-return]
-        value = self.outline.values[level][shift]
+        """Of a value that the step reads: (choice, row, weights) -> the least over the choices, which come first as that is fastest."""
+        step, value = self.problem.steps[level], self.outline.values[level][shift]
         slot, rest = step.slot_shifts.index(shift), then[:, None]
         needed = self.priced.needed(step.kind, slot)
         if not value.several:
@@ -396,6 +402,12 @@ class Relaxation:
         if not value.last:
             rest = np.maximum(rest, self._converted(level, slot, value, after[shift]))
         return np.minimum.reduce(needed + self._total(weighted, rest, offset))  # type: ignore[no-any-return]
+
+    def _untouched(self, weighted: Weighted, then: Array, after: Array, offset: Array) -> Array:
+        """The same of the rows of all values that the step does not read."""
+        if len(after) > FEW_ROWS:
+            return weighted.least(then, after, offset)
+        return np.minimum.reduce(self._total(weighted, np.maximum(then[:, None], after), offset))  # type: ignore[no-any-return]
 
     def _converted(self, level: int, slot: int, value: Value, after: Array) -> Array:
         """(choice, row, weights) -> the bound by a value that is used again, after it was converted to what a choice needs."""
@@ -433,11 +445,3 @@ class Relaxation:
         prices = Prices(moves.values, weights, moves.capacity, moves.prices)
         pairs = weights.kinds if len(weights.pairs) == weights.kinds**2 else 0
         return Priced(sheet, edges(weights.forward, weights.backward), prices, pairs, held, waited)
-
-
-def _least(base: Array, then: Array, after: Array) -> Array:
-    """(row, weights) -> the least over choices of `base` and what follows: at least `then` of the choice and `after` of the row. Dims are turned, as
-    loops over many rows are quicker than over few weights."""
-    rest = np.maximum(then.T[:, :, None], np.ascontiguousarray(after.T)[:, None])
-    rest = np.add(rest, base.T[:, :, None], out=rest if len(then) == len(base) else None)
-    return np.ascontiguousarray(np.minimum.reduce(rest, axis=1).T)

@@ -28,26 +28,38 @@ View = tuple[slice, tuple[int, ...]]  # entries, and their shape
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Choices with communication of their own that ends a phase, forward and backward, and what they do after it (choices x weights)."""
+    """Choices with communication of their own that ends a phase (forward, backward, in both: their numbers), and what they do after it (choices x
+    weights). pairs: kinds, where every pair of them has a weight; else 0."""
 
-    forward: Mask
-    backward: Mask
+    forward: Numbers
+    backward: Numbers
+    both: Numbers
     after: Array
-    pairs: int  # kinds, where every pair of them has a weight; else 0
+    pairs: int
+
+    @staticmethod
+    def of(forward: Mask, backward: Mask, after: Array, pairs: int) -> Cuts:
+        """Those of the choices of a class; forward, backward: whether each ends a phase there."""
+        both = forward & backward
+        none = np.zeros_like(both)
+        one_way = (forward & ~both, backward & ~both) if pairs else (none, none)
+        return Cuts(*map(np.flatnonzero, (*one_way, both)), after, pairs)
 
     def freed(self, rest: Array) -> Array:
-        """That and what follows it: in a new phase another kind may be the slowest, so any weight of that direction is a bound."""
-        shape = (-1, *(1,) * (rest.ndim - 1))
-        forward, backward = self.forward.reshape(shape), self.backward.reshape(shape)
+        """(choice, ..., weights) -> that and what follows it: in a new phase another kind may be the slowest, so any weight of that direction is a
+        bound."""
         total: Array = (self.after if rest.ndim == 2 else self.after[:, None]) + rest
-        both = forward & backward
-        if self.pairs:
-            grid = total[..., : self.pairs**2].reshape(*total.shape[:-1], self.pairs, self.pairs)
-            for cut, axis in ((forward & ~both, -2), (backward & ~both, -1)):
-                best = np.broadcast_to(grid.max(axis=axis, keepdims=True), grid.shape).reshape(*total.shape[:-1], -1)
-                best = np.concatenate([best, total[..., self.pairs**2 :]], axis=-1)
-                total = np.where(cut, best, total)
-        return np.where(both, total.max(axis=-1, keepdims=True), total)
+        self.free(np.moveaxis(total, -1, 0))
+        return total
+
+    def free(self, total: Array) -> None:
+        """The same in place, of (weights, choice, ...)."""
+        grid = total[: self.pairs**2].reshape(self.pairs, self.pairs, *total.shape[1:])  # a view, as only the first dim is split
+        for own, axis in ((self.forward, 0), (self.backward, 1)):
+            if len(own):
+                grid[:, :, own] = np.maximum.reduce(grid[:, :, own], axis=axis, keepdims=True)
+        if len(self.both):
+            total[:, self.both] = np.maximum.reduce(total[:, self.both], axis=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,17 @@ class Weighted:
     def total(self, rest: Array) -> Array:
         """(choice, ..., weights) -> the bound before the step, conversions left out, by the bound after it."""
         return (self.base if rest.ndim == 2 else self.base[:, None]) + (rest if self.cuts is None else self.cuts.freed(rest))
+
+    def least(self, then: Array, after: Array, offset: Array) -> Array:
+        """(row, weights) -> the least over choices of `total`, where at least `then` of the choice and `after` of the row follow; `offset` is to be
+        added to all three. Dims are turned, as loops over many rows are quicker than over few weights."""
+        rest = np.maximum(then.T[:, :, None], np.ascontiguousarray(after.T)[:, None])
+        if self.cuts is not None:
+            rest = rest + (self.cuts.after + offset).T[:, :, None]
+            self.cuts.free(rest)
+        rest = np.add(rest, self.base.T[:, :, None], out=rest if rest.shape[1] == len(self.base) else None)
+        found = np.minimum.reduce(rest, axis=1)
+        return np.ascontiguousarray((found if self.cuts is None else found - offset[:, None]).T)
 
 
 class Sheet:
@@ -313,7 +336,7 @@ class Priced:
         own = self.sheet.own[id(kind)][0]
         if not self.cuts or not self.sheet.freed[own].any():
             return None
-        return Cuts(self.sheet.layout.cuts_forward[own], self.sheet.layout.cuts_backward[own], self._after[own], self.pairs)
+        return Cuts.of(self.sheet.layout.cuts_forward[own], self.sheet.layout.cuts_backward[own], self._after[own], self.pairs)
 
 
 def _cheapest(edges: Array, orders: Numbers, at: Numbers, through: Numbers) -> Array:
