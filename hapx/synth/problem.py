@@ -35,8 +35,8 @@ from hapx.theory.triples import Triples
 
 
 class Slot(NamedTuple):
-    """A tensor that a step reads. fixed: it is not tracked (mask known: 0 for a parameter's only use, everything for inputs); live: it is
-    tracked and used again later."""
+    """A tensor that a step reads. fixed: it is not tracked (mask known: 0 for a parameter's only use, everything for inputs and for numbers that
+    are whole everywhere); live: it is tracked and used again later."""
 
     table: TensorTable
     fixed: int | None
@@ -44,7 +44,7 @@ class Slot(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A tensor that a step makes; live: it is used later."""
+    """A tensor that a step makes; live: it is tracked and used later."""
 
     table: TensorTable
     live: bool
@@ -331,10 +331,13 @@ class _Builder:
         return table.number[Placement((REPLICATED,) * len(self.theory.mesh.axes))]
 
     def _fixed(self, name: str) -> int | None:
-        """The mask of a tensor that needs no bits in partial programs, else None."""
+        """The mask of a tensor that needs no bits in partial programs, else None. (Counters of batch norms are live up to the end: hundreds of
+        numbers that are whole everywhere.)"""
         table = self.tables[name]
         if name in self.stored:
             return 0 if self.first[name] == self.last[name] else None
+        if len(table.placements) == 1 and table.ref.size == 1:
+            return table.full
         if name not in self.graph.producer and table.closure(self._whole(table)) == table.full:
             return table.full
         return None
@@ -345,7 +348,7 @@ class _Builder:
         tensors = tuple(dict.fromkeys(read))
         outputs = tuple([o.name for o in node.outputs])
         slots = self._slots(k, tensors)
-        results = tuple([Result(self.tables[name], name in self.last) for name in outputs])
+        results = tuple([Result(self.tables[name], name in self.last and self._fixed(name) is None) for name in outputs])
         occurrences = tuple([tensors.index(name) for name in read])
         quick = (self.alike[k], occurrences, _keys(slots), _keys(results), *self._circumstances(k))
         if quick not in self.known:
