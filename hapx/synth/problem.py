@@ -96,8 +96,8 @@ class Step:
 
 @dataclass(slots=True)
 class Problem:
-    """`steps[:num_nodes]` are the nodes, the others the graph's outputs. `start`: bits before the first step. `unused`: parameters that no step
-    reads, with the placement they are stored in."""
+    """`steps[:num_nodes]` are the nodes, the others those of the graph's outputs that may leave in several ways, by their numbers `outputs`.
+    `start`: bits before the first step. `unused`: parameters that no step reads, with the placement they are stored in."""
 
     theory: Theory
     costs: CostModel
@@ -106,6 +106,7 @@ class Problem:
     terms: TermTable
     steps: tuple[Step, ...]
     num_nodes: int
+    outputs: tuple[int, ...]
     start: int
     unused: dict[str, Placement]
     cuts: frozenset[Cut]
@@ -172,11 +173,12 @@ class _Builder:
     def problem(self) -> Problem:
         self.last, self.first = self._uses()
         self.tables = self._tables()
-        steps, start = self._steps()
+        outputs = tuple([i for i, o in enumerate(self.graph.outputs) if not self._only_whole(o.tensor)])
+        steps, start = self._steps(outputs)
         unused = {n: stored[0] for n, stored in self.stored.items() if n not in self.first}
         cuts = frozenset(s.cut for p in self.placements for s in p.states if isinstance(s, Sharded) and s.cut.row.kind != "even")
-        return Problem(self.theory, self.costs, self.rule, self.tables, self.terms, steps, len(self.graph.nodes), start, unused, cuts,
-                       self.triples, list(self.classes.values()))  # fmt: skip
+        return Problem(self.theory, self.costs, self.rule, self.tables, self.terms, steps, len(self.graph.nodes), outputs, start, unused,
+                       cuts, self.triples, list(self.classes.values()))  # fmt: skip
 
     def _alike(self) -> list[int]:
         """A number per node, equal where the theory says that nodes are alike and the same triples are left (equal placements are one object)."""
@@ -316,7 +318,7 @@ class _Builder:
 
     # -- steps -----------------------------------------------------------------------------------------------------------------------------------
 
-    def _steps(self) -> tuple[tuple[Step, ...], int]:
+    def _steps(self, outputs: tuple[int, ...]) -> tuple[tuple[Step, ...], int]:
         bits = _Registers()
         start = 0
         for ref in self.graph.sources:
@@ -324,11 +326,15 @@ class _Builder:
                 table = self.tables[ref.name]
                 start |= table.closure(self._whole(table)) << bits.take(ref.name, table)
         steps = [self._node(i, bits) for i in range(len(self.graph.nodes))]
-        steps += [self._output(len(self.graph.nodes) + i, bits) for i in range(len(self.graph.outputs))]
+        steps += [self._output(len(self.graph.nodes) + i, bits) for i in outputs]
         return tuple(steps), start
 
     def _whole(self, table: TensorTable) -> int:
         return table.number[Placement((REPLICATED,) * len(self.theory.mesh.axes))]
+
+    def _only_whole(self, name: str) -> bool:
+        """Whether a tensor is a number that is whole everywhere."""
+        return name in self.graph.producer and len(self.tables[name].placements) == 1 and self.tables[name].ref.size == 1
 
     def _fixed(self, name: str) -> int | None:
         """The mask of a tensor that needs no bits in partial programs, else None. (Counters of batch norms are live up to the end: hundreds of
@@ -336,7 +342,7 @@ class _Builder:
         table = self.tables[name]
         if name in self.stored:
             return 0 if self.first[name] == self.last[name] else None
-        if len(table.placements) == 1 and table.ref.size == 1:
+        if self._only_whole(name):
             return table.full
         if name not in self.graph.producer and table.closure(self._whole(table)) == table.full:
             return table.full

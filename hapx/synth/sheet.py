@@ -41,9 +41,8 @@ class Cuts:
     def of(forward: Mask, backward: Mask, after: Array, pairs: int) -> Cuts:
         """Those of the choices of a class; forward, backward: whether each ends a phase there."""
         both = forward & backward
-        none = np.zeros_like(both)
-        one_way = (forward & ~both, backward & ~both) if pairs else (none, none)
-        return Cuts(*map(np.flatnonzero, (*one_way, both)), after, pairs)
+        one_way = ~both if pairs else np.zeros_like(both)
+        return Cuts(np.flatnonzero(forward & one_way), np.flatnonzero(backward & one_way), np.flatnonzero(both), after, pairs)
 
     def freed(self, rest: Array) -> Array:
         """(choice, ..., weights) -> that and what follows it: in a new phase another kind may be the slowest, so any weight of that direction is a

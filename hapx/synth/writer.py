@@ -65,7 +65,8 @@ class _Writer:
         self.problem, self.graph = problem, problem.theory.graph
         self.instructions: list[Instruction] = []
         self.steps: list[StepCost] = []
-        self.gives: list[Property] = []
+        # by the graph's outputs; of those that may leave in several ways it is found later
+        self.gives = [Property(o.tensor, problem.tables[o.tensor].placements[0]) for o in self.graph.outputs]
         whole = Placement((REPLICATED,) * len(problem.theory.mesh.axes))
         self.have: dict[str, dict[int, None]] = {r.name: {problem.tables[r.name].number[whole]: None} for r in self.graph.sources}
         self.storage: dict[str, Placement] = dict(problem.unused)
@@ -90,7 +91,8 @@ class _Writer:
             self._free(name, table, use.target)
         if level >= self.problem.num_nodes:
             (use,) = move.uses
-            self.gives.append(Property(step.tensors[0], self.problem.tables[step.tensors[0]].placements[use.target]))
+            number = self.problem.outputs[level - self.problem.num_nodes]
+            self.gives[number] = Property(step.tensors[0], self.problem.tables[step.tensors[0]].placements[use.target])
             return
         choice = move.choice
         self._append((level, choice.index), (id(step.kind), choice.index), lambda: self.problem.triples[level][choice.index])
