@@ -23,6 +23,7 @@ from hapx.synth.tables import TensorTable, bits
 from hapx.theory.conversion import storages
 from hapx.transposes import forward_collective
 
+MANY = 2048  # choices times rows, from which on it is worth while to look for choices that can be left out
 View = tuple[slice, tuple[int, ...]]  # entries, and their shape
 
 
@@ -43,6 +44,18 @@ class Cuts:
         both = forward & backward
         one_way = ~both if pairs else np.zeros_like(both)
         return Cuts(np.flatnonzero(forward & one_way), np.flatnonzero(backward & one_way), np.flatnonzero(both), after, pairs)
+
+    def part(self, chosen: Numbers) -> Cuts:
+        """Those of some of the choices."""
+        forward, backward, both = (np.flatnonzero(np.isin(chosen, numbers)) for numbers in (self.forward, self.backward, self.both))
+        return Cuts(forward, backward, both, self.after[chosen], self.pairs)
+
+    def ends(self, count: int) -> Numbers:
+        """Which phases each of `count` choices ends, as a number (0: none)."""
+        found = np.zeros(count, dtype=np.int64)
+        for number, own in enumerate((self.forward, self.backward, self.both), 1):
+            found[own] = number
+        return found
 
     def freed(self, rest: Array) -> Array:
         """(choice, ..., weights) -> that and what follows it: in a new phase another kind may be the slowest, so any weight of that direction is a
@@ -77,7 +90,15 @@ class Weighted:
 
     def least(self, then: Array, after: Array, offset: Array) -> Array:
         """(row, weights) -> the least over choices of `total`, where at least `then` of the choice and `after` of the row follow; `offset` is to be
-        added to all three. Dims are turned, as loops over many rows are quicker than over few weights."""
+        added to all three."""
+        if len(self.base) * len(after) <= MANY:
+            return self._least(then, after, offset)
+        chosen = self._undominated(then)
+        part = Weighted(self.base[chosen], (), (), None if self.cuts is None else self.cuts.part(chosen))
+        return part._least(then[chosen] if len(then) > 1 else then, after, offset)
+
+    def _least(self, then: Array, after: Array, offset: Array) -> Array:
+        """Dims are turned, as loops over many rows are quicker than over few weights."""
         rest = np.maximum(then.T[:, :, None], np.ascontiguousarray(after.T)[:, None])
         if self.cuts is not None:
             rest = rest + (self.cuts.after + offset).T[:, :, None]
@@ -85,6 +106,18 @@ class Weighted:
         rest = np.add(rest, self.base.T[:, :, None], out=rest if rest.shape[1] == len(self.base) else None)
         found = np.minimum.reduce(rest, axis=1)
         return np.ascontiguousarray((found if self.cuts is None else found - offset[:, None]).T)
+
+    def _undominated(self, then: Array) -> Numbers:
+        """The choices that may be the least after some row: none that ends the same phases costs no more, before and after it."""
+        count = len(self.base)
+        known = [self.base, np.broadcast_to(then, self.base.shape), *([] if self.cuts is None else [self.cuts.after])]
+        costs = np.concatenate(known, axis=1)
+        dearer: Mask = np.logical_and.reduce(costs[:, None] <= costs, axis=2)  # (one, other): whether the other costs no less
+        if self.cuts is not None:
+            ends = self.cuts.ends(count)
+            dearer = dearer & (ends[:, None] == ends)
+        before = np.tri(count, k=-1, dtype=bool).T  # of equal ones the first stays
+        return np.flatnonzero(~(dearer & (~dearer.T | before)).any(axis=0))
 
 
 class Sheet:
