@@ -32,7 +32,7 @@ FOLDED = frozenset({"aten.linear", "aten.matmul"})  # of tensors of any rank: th
 # operators that draw a mask, and over how many of the first dims (None: all)
 MASKED = {"aten.dropout": None, "aten.alpha_dropout": None, "aten.feature_dropout": 2, "aten.feature_alpha_dropout": 2}
 RANDOM_TENSORS = frozenset({"aten.rand", "aten.randn", "aten.randint"})
-DRAWN = 160.0  # bytes that making a random word reads and writes (on a CPU a tensor of them takes as long as copying so many)
+DRAWN = 200.0  # bytes that are read and written for a random word: some 12 operators on 64-bit numbers (`hapx.collectives.rng`)
 SPARSE_TABLE = "aten.embedding"
 
 # passes over the first operand, beyond reading every operand and writing every result once: (forward, backward, beyond twice that). A softmax reads
@@ -142,16 +142,34 @@ def _work(graph: Graph, node: Node) -> Work:
     copies = copied_operands(graph, node)
     moved += [(name, 2.0 * size) for name, size in copies] if copies else [(name, size) for name, size in hidden(graph, node)]
     moved += [(name, 2.0 * graph.refs[name].size * DTYPE_BYTES[dtype]) for name, dtype in node.casts]
-    moved += [(o.name, DRAWN * o.size) for o in node.outputs if node.call.op in RANDOM_TENSORS]
     back = tuple((name, 2 * size) for name, size in moved) if gradient else ()
     if node.call.op in MORE_PASSES:
         first, (ahead, behind) = operands[0], MORE_PASSES[node.call.op]
         moved.append((first.name, ahead * first.bytes))
         back += ((first.name, behind * first.bytes),) if gradient else ()
+    if (count := _drawn(graph, node)) > 0:
+        moved.append((node.outputs[0].name, DRAWN * count))
     forward, backward, of_weight, kernels = _flops(graph, node)
     if not gradient:
         return Work(forward, 0.0, 0.0, tuple(moved), (), 0)
     return Work(forward, backward, of_weight, tuple(moved), back, kernels)
+
+
+def _drawn(graph: Graph, node: Node) -> float:
+    """How many random words a call draws."""
+    call, out = node.call, node.outputs[0]
+    if call.op in RANDOM_TENSORS:
+        return out.size
+    if call.op in MASKED:
+        return prod(out.shape[: MASKED[call.op]])
+    return _scores(graph, node) if call.op == ATTENTION and call.get("dropout_p") else 0
+
+
+def _scores(graph: Graph, node: Node) -> float:
+    """Of attention: one for every query and key."""
+    key, out = tensor(graph, node.call, "key"), node.outputs[0]
+    assert key is not None
+    return out.size / out.shape[-1] * key.shape[-2]
 
 
 def _embedding(graph: Graph, node: Node, gradient: bool) -> Work:
@@ -236,11 +254,8 @@ def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
     if call.op in ("aten.layer_norm", "aten.rms_norm"):
         return ((out.name, 8.0 * out.size / prod(call["normalized_shape"])),)  # mean and 1 / deviation of every row
     if call.op == ATTENTION:
-        key = tensor(graph, call, "key")
-        assert key is not None
-        scores = out.size / out.shape[-1] * key.shape[-2]
         # the fused kernel keeps the log-sum-exp of every row; with dropout scores, probabilities and mask are kept
-        return ((out.name, scores * (2 * DTYPE_BYTES[out.dtype] + 1) if call.get("dropout_p") else 4.0 * out.size / out.shape[-1]),)
+        return ((out.name, _scores(graph, node) * (2 * DTYPE_BYTES[out.dtype] + 1) if call.get("dropout_p") else 4.0 * out.size / out.shape[-1]),)
     if call.op in STATES_KEPT:
         return ((out.name, float(STATES_KEPT[call.op] * out.bytes * call["num_layers"])),)
     if call.op in ("aten.group_norm", "aten.instance_norm"):

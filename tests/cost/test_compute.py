@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hapx.cost.compute import NOTHING, PER_SCORE, SCORE_BLOCK, hidden, is_view, work
+from hapx.cost.compute import DRAWN, NOTHING, PER_SCORE, SCORE_BLOCK, hidden, is_view, work
 from hapx.ir import Kind
 from support.theories import GraphBuilder
 
@@ -72,12 +72,33 @@ def test_masks_of_channels_are_small():
     assert [hidden(g, n) for n in g.nodes] == [(("d", 300.0),), (("f", 12.0),), (("n", 8.0 * 2 * 3),)]
 
 
-def attention(causal: bool, positions: int = 16):
+def drawn(node_of):
+    b = GraphBuilder()
+    b.parameter("w", 2, 6, 5, 5)
+    node_of(b)
+    g = b.graph_without_inputs("y")
+    return work(g, g.nodes[0]).moved[-1][1] / DRAWN
+
+
+def test_random_words_are_counted_forward():
+    shape = (2, 6, 5, 5)
+    assert drawn(lambda b: b.call("y", "aten.dropout.default", shape, input="w", p=0.5, train=True)) == 300
+    assert drawn(lambda b: b.call("y", "aten.feature_dropout.default", shape, input="w", p=0.5, train=True)) == 12
+    assert drawn(lambda b: b.call("y", "aten.rand.default", (300,), size=(300,))) == 300
+    assert drawn(lambda b: b.call("y", "aten.neg.default", shape, self="w")) == 300 * 4 / DRAWN, "none"
+    plain, dropping = (attention(False, dropout=p) for p in (0.0, 0.5))
+    more = sum(size for _, size in work(dropping, dropping.nodes[0]).moved) - sum(size for _, size in work(plain, plain.nodes[0]).moved)
+    scores = 2 * 4 * 16 * 16
+    assert more == scores * (DRAWN + 2 * 4 + 1) - 4 * 2 * 4 * 16
+    assert sum(size for _, size in work(dropping, dropping.nodes[0]).moved_back) < scores * DRAWN, "backward draws nothing"
+
+
+def attention(causal: bool, positions: int = 16, dropout: float = 0.0):
     b = GraphBuilder()
     q, k, v = (b.parameter(n, 2, 4, positions, 8) for n in "qkv")
     b.call(
         "y", "aten.scaled_dot_product_attention.default", (2, 4, positions, 8),
-        query=q, key=k, value=v, attn_mask=None, dropout_p=0.0, is_causal=causal,
+        query=q, key=k, value=v, attn_mask=None, dropout_p=dropout, is_causal=causal,
     )  # fmt: skip
     return b.graph_without_inputs("y")
 
