@@ -9,20 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hapx.api import HAP
 from hapx.collectives.draws import rand, randint, randn
 from hapx.collectives.rng import Rng
 from hapx.ir import Graph
 from hapx.planner import plan_module
 from hapx.restriction import Restriction
 from support.clusters import THREE, TWO_MACHINES
+from support.devices import brought
 from support.drawing import DRAWING
 from support.equivalence import TOLERANCE, Trace, compare, make_optimizer, run_ranks, train_rank, uses_of
+from support.pool import pool
 from support.staged import staged_plan, train_staged
 
 CPU = torch.device("cpu")
+SEED = 11
 MODEL = Restriction("model", mesh="flat", split="model", ratios=(4.0, 2.0, 1.0))
 STRATEGIES: list[Any] = ["auto", "dp-even", "zero", pytest.param(MODEL, id="model")]
 
@@ -83,7 +88,7 @@ def example(model: str, step: int, batch: int = 7) -> tuple[Tensor, ...]:
     return DRAWING[model]().example(batch, seed=step)
 
 
-def train_streams(model: str, steps: int, graph: Graph, parts: int = 1, batch: int = 7) -> Trace:
+def train_streams(model: str, steps: int, graph: Graph, parts: int = 1, batch: int = 7, seed: int = 0) -> Trace:
     """On one device, with plain PyTorch and hapx's numbers. graph: of a plan; parts: micro-batches."""
     draws = [i for i, node in enumerate(graph.nodes) if "random" in node.tags]
     module, trace = DRAWING["stochastic depth" if model == "recomputed" else model](), Trace()
@@ -94,7 +99,7 @@ def train_streams(model: str, steps: int, graph: Graph, parts: int = 1, batch: i
         total = 0.0
         for k, part in enumerate(x.chunk(parts)):
             left = iter(draws)
-            with Streams(left, Rng(0, step * parts + k + 1)):
+            with Streams(left, Rng(seed, step * parts + k + 1)):
                 loss = module(part) / parts
             assert next(left, None) is None, "not all draws of the graph were used"
             loss.backward()
@@ -126,3 +131,38 @@ def test_draws_of_micro_batches_over_stages(model: str) -> None:
     inputs = partial(example, model, batch=8)
     for rank, trace in enumerate(run_ranks(plan, partial(train_staged, plan, DRAWING[model], inputs, 3, "sgd"))):
         compare(trace, expected, f"rank {rank}", TOLERANCE)
+
+
+def train_and_evaluate(model: str, local: bool) -> tuple[Trace, list[float], Graph]:
+    """With `HAP`, as users do, an evaluation after every step; the seed is the first rank's."""
+    module, first = DRAWING[model](), example(model, 0)
+    torch.manual_seed(SEED + dist.get_rank())
+    hap = HAP(module, THREE, example_inputs=first, strategy="dp-proportional", inputs="local" if local else "global")
+    optimizer, trace, evaluated = make_optimizer("sgd", hap.parameters()), Trace(), []
+    for step in range(3):
+        optimizer.zero_grad()
+        (x,) = example(model, step)
+        own = x.split(hap.batch_sizes_for(len(x)))[dist.get_rank()] if local else x
+        hap.train()
+        loss = hap(own)
+        loss.backward()
+        trace.losses.append(float(loss.detach()))
+        trace.gradients.append(brought(hap.full_gradients()))
+        hap.eval()
+        with torch.no_grad():
+            evaluated += [float(hap(own)), float(hap(own))]
+        optimizer.step()
+    trace.state.update(brought(hap.full_state_dict()))
+    return trace, evaluated, hap.plan.graphs[hap.plan.first]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("model, local", [("vae", True), ("diffusion", False)])
+def test_evaluation_draws_numbers_of_its_own(model: str, local: bool) -> None:
+    """Other ones every time, and training goes on as it would without."""
+    results = pool(3).run(train_and_evaluate, model, local)
+    expected = train_streams(model, 3, results[0][2], seed=SEED)
+    for rank, (trace, evaluated, _) in enumerate(results):
+        compare(trace, expected, f"rank {rank}")
+        assert len(set(evaluated)) == 6
+        assert evaluated == pytest.approx(results[0][1], rel=1e-12)
