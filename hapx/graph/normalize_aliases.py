@@ -88,16 +88,8 @@ def _view(b: Bound) -> Alias:
     return aten.reshape.default, {"self": b["self"], "shape": b["size"]}
 
 
-def _rrelu(b: Bound) -> Alias | None:
-    """In evaluation the slope is the middle of the range; in training it is random."""
-    if b["training"]:
-        return None
-    return aten.leaky_relu.default, {"self": b["self"], "negative_slope": (b["lower"] + b["upper"]) / 2}
-
-
 _ALIASES: Mapping[str, Callable[[Bound], Alias | None]] = {
     "aten.view.default": _view,
-    "aten.rrelu.default": _rrelu,
     "aten.view_as.default": _reshaped(lambda b: _shape(b["other"])),
     "aten.reshape_as.default": _reshaped(lambda b: _shape(b["other"])),
     "aten.expand_as.default": _expanded(lambda b: _shape(b["other"])),

@@ -134,11 +134,11 @@ def _multinomial(b: Bound, d: Draws) -> Slot:
     return d.compute(aten.slice.Tensor, self=order, dim=-1, start=0, end=count)
 
 
-def _rrelu(b: Bound, d: Draws) -> Slot | None:
-    """In training; in evaluation the slope is no chance."""
-    if not b["training"]:
-        return None
+def _rrelu(b: Bound, d: Draws) -> Slot:
+    """In evaluation the slope is the middle of the range."""
     x = b["self"]
+    if not b["training"]:
+        return d.compute(aten.leaky_relu.default, self=x, negative_slope=(b["lower"] + b["upper"]) / 2)
     sloped = d.compute(aten.mul.Tensor, self=x, other=d.uniform(_shape(b), dtype_of(x), b["lower"], b["upper"]))
     return d.compute(aten.where.self, condition=d.compute(aten.gt.Scalar, self=x, other=0), self=x, other=sloped)
 

@@ -116,6 +116,15 @@ def test_parameters_are_those_of_the_place() -> None:
     assert torch.equal(found[x > 0], x[x > 0]) and 0.1 <= float(slopes.min()) < 0.11 and 0.59 < float(slopes.max()) < 0.6
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_slopes_are_no_chance_in_evaluation(inplace: bool) -> None:
+    model, x = Drawn(lambda x: F.rrelu(x * 1.0, 0.1, 0.5, training=False, inplace=inplace)), example()
+    graph = capture(model, (x,))
+    assert not any(n.tags for n in graph.nodes)
+    (node,) = (n for n in graph.nodes if n.call.op == "aten.leaky_relu")
+    assert node.call["negative_slope"] == pytest.approx(0.3)
+
+
 def test_two_calls_draw_different_numbers() -> None:
     graph = capture(Drawn(lambda x: torch.rand_like(x) - torch.rand_like(x)), (example(),))
     assert [n.call.target for n in graph.nodes].count("aten.rand.default") == 2
