@@ -93,7 +93,7 @@ class Emitter:
             self._join_some(call, bound)
         elif name == "aten.broadcast_tensors.default":
             self._broadcast(call, bound["tensors"])
-        elif random.draws(call.op, bound) and (drawn := self._drawn(call, bound)) is not None:
+        elif (drawn := self._drawn(call, bound)) is not None:
             self._rename(drawn, call.out)
         elif (alias := plain_form(call.op, bound)) is not None:
             self._compute(call, *alias, call.out)
@@ -226,7 +226,7 @@ class Emitter:
         self._rename(bags.embedding_bag(bound, bags.bag_length(bound, producer), self._computing(call)), call.out[0])
 
     def _drawn(self, call: Call, bound: Mapping[str, Any]) -> Slot | None:
-        """The result of a random operator, in the calls of which it is made; None where it must stay as it is (and is refused)."""
+        """The result of a random operator, in the calls of which it is made; None for any other, and where it must stay as it is (and is refused)."""
         return random.drawn(call.op, bound, call.where, self._device, self._computing(call))
 
     def _computing(self, call: Call) -> bags.Compute:
@@ -253,7 +253,7 @@ class Emitter:
         new = Slot()
         if call.op._schema.name == "aten::copy_":
             self._copy(call, bound["src"], target.fake, new)
-        elif random.draws(call.op, bound) and (drawn := self._drawn(call, bound)) is not None:
+        elif (drawn := self._drawn(call, bound)) is not None:
             new = drawn
             self._convert(call, new, target.fake)
         else:

@@ -171,17 +171,18 @@ def rebind(op: torch._ops.OpOverload, twin: torch._ops.OpOverload, bound: Mappin
 def target_dtype(op: torch._ops.OpOverload, bound: Mapping[str, Any]) -> torch.dtype | None:
     """For `x.to(...)` in any of its forms: the dtype asked for (that of x if only a device was), None for other operators."""
     if base_of(op) == "aten.type_as":
-        return _dtype_of(bound["other"])
+        return dtype_of(bound["other"])
     if base_of(op) != "aten.to" or name_of(op) == "aten.to.dtype":
         return None
     if name_of(op) == "aten.to.other":
-        return _dtype_of(bound["other"])
+        return dtype_of(bound["other"])
     if bound.get("layout") not in (None, torch.strided):
         return None
-    return bound.get("dtype") or _dtype_of(bound["self"])
+    return bound.get("dtype") or dtype_of(bound["self"])
 
 
-def _dtype_of(value: Any) -> torch.dtype:
+def dtype_of(value: Any) -> torch.dtype:
+    """Of a tensor, or of what a slot holds."""
     fake = value if isinstance(value, Tensor) else value.fake
     assert isinstance(fake, Tensor)
     return fake.dtype

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hapx.errors import CaptureError
-from hapx.graph.normalize_args import base_of, name_of
+from hapx.graph.normalize_args import base_of, dtype_of, name_of
 from hapx.graph.normalize_bags import Compute
 from hapx.graph.normalize_flatten import Slot
 
@@ -75,11 +75,6 @@ class Draws:
         return value
 
 
-def dtype_of(slot: Slot) -> torch.dtype:
-    assert slot.fake is not None
-    return slot.fake.dtype
-
-
 def _floating(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.float32
 
@@ -89,8 +84,7 @@ def _shape(b: Bound) -> tuple[int, ...]:
 
 
 def _dtype(b: Bound) -> torch.dtype:
-    dtype: torch.dtype = b.get("dtype") or (dtype_of(b["self"]) if "self" in b else torch.get_default_dtype())
-    return dtype
+    return b.get("dtype") or (dtype_of(b["self"]) if "self" in b else torch.get_default_dtype())
 
 
 def _randint(b: Bound, d: Draws) -> Slot | None:
@@ -162,17 +156,15 @@ FORMS: Mapping[str, Callable[[Bound, Draws], Slot | None]] = {
 }
 
 
-def draws(op: torch._ops.OpOverload, bound: Bound) -> bool:
-    """Whether the operator is one of those that may be written out."""
-    return base_of(op).removesuffix("_") in FORMS and "out" not in bound
-
-
 def drawn(op: torch._ops.OpOverload, bound: Bound, where: str, device: torch.device, compute: Compute) -> Slot | None:
-    """The result of a random operator; None for one that cannot be written out. device: of tensors that say nothing about theirs.
+    """The result of a random operator; None for any other, and for one that cannot be written out. device: of tensors that say nothing about theirs.
 
     Raises CaptureError for one with its own generator."""
+    form = FORMS.get(base_of(op).removesuffix("_"))
+    if form is None or "out" in bound:
+        return None
     if bound.get("generator") is not None:
         raise CaptureError(f"{name_of(op)} has its own random generator", where=where, hint="use the default generator")
     source = next((v for v in bound.values() if isinstance(v, Slot) and v.fake is not None), None)
     own = source.fake.device if source is not None and source.fake is not None else device
-    return FORMS[base_of(op).removesuffix("_")](bound, Draws(bound.get("device") or own, compute))
+    return form(bound, Draws(bound.get("device") or own, compute))

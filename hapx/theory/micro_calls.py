@@ -87,7 +87,7 @@ class Cutting:
             return None
         same = all(o.shape == self.shape(w, s) for o, w, s in zip(own.outputs, node.outputs, rule.outputs, strict=True))
         if local.target.startswith("hapx."):
-            known = own.call == node.call or (same and _without_size(own.call) == _without_size(node.call))
+            known = own.call == node.call or (same and without_size(own.call) == without_size(node.call))
             way = self._way(local) if known else None
             return PartCall(own.call, way) if way is not None else None
         resolved = self._resolved(local)
@@ -123,7 +123,8 @@ class Cutting:
         return local_shape(shape, placement, (self.number,), {}, (0,))
 
 
-def _without_size(call: OpCall) -> OpCall:
+def without_size(call: OpCall) -> OpCall:
+    """What a call that makes a tensor says beside its size."""
     return OpCall(call.target, tuple((k, v) for k, v in call.args if k != "size"))
 
 

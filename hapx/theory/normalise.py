@@ -33,7 +33,7 @@ from hapx.rules import Rule, Site, Slot
 from hapx.states import INVARIANT, PARTIAL, REPLICATED
 from hapx.theory.counts import Count, Whole, calling, casting, counts_graph, from_inputs
 from hapx.theory.grains import Grains, find_grains
-from hapx.theory.micro_calls import Cutting, PartCall, Way
+from hapx.theory.micro_calls import Cutting, PartCall, Way, without_size
 from hapx.theory.ops.losses import SUM
 from hapx.theory.rewriting import Rewriting
 
@@ -200,7 +200,7 @@ class _Walk:
         """Tensors filled with one number have no positions: the part's is a piece of the whole's. Numbers 0, 1, ... of samples are kept apart."""
         own, whole = self.small.nodes[i], self.whole.nodes[i]
         (small, *_), (big, *_) = own.outputs, whole.outputs
-        if own.call.op in FILLS and own.call.replace(size=None) == whole.call.replace(size=None):
+        if own.call.op in FILLS and without_size(own.call) == without_size(whole.call):
             for dim in (d for d, (a, b) in enumerate(zip(small.shape, big.shape, strict=True)) if a * self.number == b):
                 for site, _ in self.grains.sites_of.get(big.name, ()):
                     if site.dim == dim and self.cutting.placement(big, site) and self.cutting.shape(big, site) == small.shape:
