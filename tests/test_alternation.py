@@ -121,7 +121,9 @@ def test_views_after_the_one_where_memory_binds_look_at_all_peaks(monkeypatch: p
     assert binds and second
 
 
-@pytest.mark.parametrize(("seed", "memory", "gain"), [(1004, (26559, 29837), 0.03), (194, (135202, 100012, 104040, 102908), 0.004)])
+@pytest.mark.parametrize(
+    ("seed", "memory", "gain"), [(1004, (26559, 29837), 0.03), pytest.param(194, (135202, 100012, 104040, 102908), 0.004, marks=pytest.mark.slow)]
+)
 def test_ratios_are_taken_as_far_as_peaks_allow(seed: int, memory: tuple[int, ...], gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of memory, within limits that other ratios have shown, stop short of them. (Beams that know peaks find more here.)"""
     problem = case_with(seed, memory)
@@ -225,7 +227,13 @@ def test_plans_are_the_same_in_every_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "memory"), [(54, 1.0), pytest.param(69, 1.1, marks=pytest.mark.slow), (354, 1.0), pytest.param(499, 1.0, marks=pytest.mark.slow)]
+    ("seed", "memory"),
+    [
+        pytest.param(54, 1.0, marks=pytest.mark.slow),
+        pytest.param(69, 1.1, marks=pytest.mark.slow),
+        (354, 1.0),
+        pytest.param(499, 1.0, marks=pytest.mark.slow),
+    ],
 )
 def test_where_memory_binds_nothing_that_a_strategy_by_name_finds_is_faster(seed: int, memory: float) -> None:
     """Seed 69 was 30 % slower than tensor parallelism by name, 54 and 499 have their best program from there. memory: times what a case has, for no

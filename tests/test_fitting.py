@@ -100,7 +100,7 @@ def test_only_both_fit():
     both = replace(ZERO, name="both", ratios="balanced", storage="auto")
     sharded, whole = peak(graph, ZERO), peak(graph, DP)
     found = []
-    for used in (0.9, 0.8, 0.7, 0.6):
+    for used in (0.8, 0.7):
         on = devices(card(1.2 * whole), card(used * sharded))
         outcomes = []
         for rule in (ZERO, UNEVEN, both):

@@ -19,6 +19,7 @@ from support.clusters import slow_devices
 from support.models import MLP
 
 CLUSTER = slow_devices(["fast", "fast"], ["slow", "slow"])
+BUDGET = 200_000  # beams that know peaks, as everything else, but few of them
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,8 @@ def with_memory(part: float, of: Graph) -> ClusterSpec:
 
 
 @pytest.mark.parametrize("part", [2.0, 0.8, 0.05])
-def test_nothing_is_left_to_a_collection(part: float, graph: Graph, garbage: list[object]) -> None:
+def test_nothing_is_left_to_a_collection(part: float, graph: Graph, garbage: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hapx.by_peaks.BUDGET", BUDGET)
     cluster = with_memory(part, graph)
     try:
         plan = plan_graphs([graph], cluster, advise=False)

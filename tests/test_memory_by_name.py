@@ -93,7 +93,10 @@ CASES: dict[str, tuple[Callable[[], tuple[Any, Any]], ClusterSpec]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = "mixture of experts"
+
+
+@pytest.mark.parametrize("case", [case if case == QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
 def test_what_sharded_data_parallelism_can_do_is_found(case: str) -> None:
     make, devices = CASES[case]
     model, inputs = make()

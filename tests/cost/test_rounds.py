@@ -46,7 +46,12 @@ def equal(one: Peak | None, other: Peak | None) -> bool:
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "cluster"),
-    [(kind, strategy, FOUR) for kind in ("plain", "one weight", "a mask for all") for strategy in STRATEGIES] + [("plain", "zero", TWO_MACHINES)],
+    [
+        pytest.param(kind, strategy, FOUR, marks=[pytest.mark.slow] if strategy == "auto" and kind != "a mask for all" else [])
+        for kind in ("plain", "one weight", "a mask for all")
+        for strategy in STRATEGIES
+    ]
+    + [("plain", "zero", TWO_MACHINES)],
 )
 def test_peaks_are_those_of_the_whole_program(kind: str, strategy: str, cluster: object) -> None:
     found = candidates(deep(kind=kind), cluster, strategy)

@@ -244,10 +244,10 @@ def test_hiding_takes_the_fewest_micro_batches() -> None:
 
 
 def test_what_waits_for_cards_is_hidden_too() -> None:
-    """30 random pipelines whose stages have one card each: styles that hide links, waiting or not, are within 5 % of the best of all warm styles, and
+    """14 random pipelines whose stages have one card each: styles that hide links, waiting or not, are within 5 % of the best of all warm styles, and
     going from one to a nearby one ends within 0.5 %."""
     random, number, gains = Random(3), 24, []
-    for _ in range(30):
+    for _ in range(14):
         size = random.choice((3, 4))
         forward = tuple(random.uniform(0.8, 1.2) for _ in range(size))
         wires = [random.uniform(0.1, 1.3) for _ in range(size - 1)]

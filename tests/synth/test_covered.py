@@ -43,10 +43,9 @@ def real(view: str, exposed: float = 1.0) -> Iterator[Synthesis]:
     """At shares in proportion to speed, and at even ones."""
     attention, cnn = Attention(mask="float"), CNN()
     for of in (gpt(view, 2), case(cnn, cnn.example(8), view), case(attention, attention.example(6), view)):
-        for part in (exposed, 0.0):
+        for part, prices in ((exposed, None), (0.0, (1e-9,) * of.problem.terms.kinds)):
             of.problem.exposed = part
-            for prices in (None, (1e-9,) * of.problem.terms.kinds):
-                yield of.domain(prices)
+            yield of.domain(prices)
         yield Synthesis(of.problem, of.shares, None, capacity=(1e6,) * of.problem.terms.kinds)
 
 
@@ -97,7 +96,7 @@ def test_conversions_that_others_cover_are_not_priced(source: str, monkeypatch: 
                         asked += 1
         priced, every = priced + len(screened._between), every + len(plain._between)
     print(f"{priced} of {every} priced; {asked} covered")
-    assert asked > 500 and priced < 0.9 * every
+    assert asked > 200 and priced < 0.9 * every
 
 
 @pytest.mark.parametrize("source", ["toys", "flat", "2x2"])
@@ -108,7 +107,7 @@ def test_searches_are_the_same(source: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     def searched(domain: Synthesis) -> tuple[State, Statistics]:
         statistics = Statistics()
-        found = search(domain, statistics, beam(domain, Width(1), statistics), 1500)
+        found = search(domain, statistics, beam(domain, Width(1), statistics), 700)
         assert found is not None
         return found, statistics
 

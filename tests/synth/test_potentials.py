@@ -37,7 +37,7 @@ GRAPHS: dict[str, Callable[[int], Synthesis]] = {
 def test_potentials_never_exceed_the_cheapest_completion(kind: str, known: str) -> None:
     """Of states, and of every choice after them; sharper than the tables somewhere."""
     states = sharper = 0
-    for seed in range(600, 616):
+    for seed in range(600, 608):
         domain, plain = GRAPHS[kind](seed), GRAPHS[kind](seed)
         best = search(domain, Statistics()) if known == "a program is known" else None
         limit = best.estimate if best is not None else float("inf")
@@ -64,8 +64,8 @@ def test_potentials_never_exceed_the_cheapest_completion(kind: str, known: str) 
                     least = domain.bound.estimate(state.cost, state.forward, state.backward, own)
                     assert least <= found.estimate * (1 + 1e-9), (seed, state.level)
     print(f"{states} states, the bound is sharper in {sharper}")
-    assert states > 80
-    assert sharper > 10
+    assert states > 40
+    assert sharper > 5
 
 
 @pytest.mark.parametrize("seed", [7, 11, 15, 21, 25, 29, 30, 31, 45, 61, 65, 71, 73])

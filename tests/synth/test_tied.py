@@ -69,7 +69,7 @@ def test_bound_never_exceeds_the_cheapest_completion(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(outline, "WORTH", worth)
     monkeypatch.setattr(relaxation, "MANY", contexts)
     coming = later = 0
-    for seed in range(500, 530):
+    for seed in range(500, 514):
         domain = used_again(seed, 2 + seed % 2)
         of = domain.bound.outline
         for state in walk(domain, Random(seed)):
@@ -83,8 +83,8 @@ def test_bound_never_exceeds_the_cheapest_completion(monkeypatch: pytest.MonkeyP
                 if (found := search(Unbounded(domain, following), Statistics())) is not None and following.move is not None:
                     assert estimates[following.move.choice.index] <= found.estimate * (1 + 1e-9), (seed, state.level)
     print(f"{coming} states before a parameter that is used twice, {later} with one of which two uses are left")
-    assert coming > 20
-    assert later > 10
+    assert coming > 8
+    assert later > 4
 
 
 def test_in_haste_the_narrowest_beam_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
