@@ -113,6 +113,18 @@ class Bound:
             found.append((sum(forward) + sum(backward)) / self.kinds)
         return found
 
+    def estimates(self, cost: Array, forward: Array, backward: Array, rest: Array) -> Array:
+        """As `estimate`, of partial programs one after the other: (program,), (program, kind), (program, kind) and (program, weights)."""
+        if self.knows_pairs:
+            pending = (forward[:, :, None] + backward[:, None, :]).reshape(len(cost), self.kinds**2)
+        else:
+            ahead, back = np.array(self.relaxation.weights.pairs).T
+            pending = forward[:, ahead] + backward[:, back]
+        if self.kinds > 1:
+            pending = np.column_stack([pending, (forward.sum(axis=1) + backward.sum(axis=1)) / self.kinds])
+        best: Array = (pending + rest).max(axis=1)
+        return cost + best
+
     def several(self, level: int, cost: Array, forward: Array, backward: Array) -> Array:
         """As `estimate`, of partial programs at a level; whatever is available."""
         weights = self.relaxation.weights

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hapx.cost.edges import Array
+from hapx.cost.edges import Array, Numbers
 
 Vector = tuple[float, ...]
 INFINITY = float("inf")
@@ -139,18 +139,20 @@ def at_most(const: float, forward: Vector, backward: Vector, most: Iterable[floa
 
 
 class Effects:
-    """Effects as arrays, which follow a partial program all at once."""
+    """Effects as arrays, which follow a partial program all at once, or several of them each one of its own."""
 
     def __init__(self, effects: Sequence[Effect]):
         self.const = np.array([e.const for e in effects])
         self.forward = _Direction([e.forward_pre for e in effects], [e.forward for e in effects])
         self.backward = _Direction([e.backward_pre for e in effects], [e.backward for e in effects])
 
-    def after(self, cost: float, forward: Vector, backward: Vector) -> tuple[Array, Array, Array]:
-        """(effect,), (effect, kind), (effect, kind): cost and pending compute after each."""
-        there, pending_forward = self.forward.after(forward)
-        back, pending_backward = self.backward.after(backward)
-        return cost + self.const + there + back, pending_forward, pending_backward
+    def after(
+        self, cost: float | Array, forward: Vector | Array, backward: Vector | Array, of: slice | Numbers = slice(None)
+    ) -> tuple[Array, Array, Array]:
+        """(effect,), (effect, kind), (effect, kind): cost and pending compute after each. of: the effects; of arrays of partial programs one each."""
+        there, pending_forward = self.forward.after(forward, of)
+        back, pending_backward = self.backward.after(backward, of)
+        return cost + self.const[of] + there + back, pending_forward, pending_backward
 
 
 class _Direction:
@@ -159,10 +161,11 @@ class _Direction:
         self.pre = np.array([p if p is not None else (0.0,) * len(q) for p, q in zip(pre, post, strict=True)])
         self.post = np.array(post)
 
-    def after(self, pending: Vector) -> tuple[Array, Array]:
+    def after(self, pending: Vector | Array, of: slice | Numbers) -> tuple[Array, Array]:
         """What is paid, and what is pending then."""
-        paid = np.where(self.cuts, (self.pre + pending).max(axis=1), 0.0)
-        return paid, self.post + np.where(self.cuts[:, None], 0.0, pending)
+        cuts = self.cuts[of]
+        paid = np.where(cuts, (self.pre[of] + pending).max(axis=1), 0.0)
+        return paid, self.post[of] + np.where(cuts[:, None], 0.0, pending)
 
 
 Event = tuple[Literal["forward", "backward", "synchronise"], Vector, bool]

@@ -14,29 +14,34 @@ whether a program fits, `hapx.cost.liveness` says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from math import inf
-from operator import add, attrgetter, le
+from operator import attrgetter, le
 from typing import cast
 
 import numpy as np
 
+from hapx.cost.edges import Array, Numbers
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector as Bytes
 from hapx.layout import Lengths
 from hapx.plan import ProgramKey
-from hapx.synth.astar import Front, Statistics, Width, beam
+from hapx.synth.astar import Front, Statistics
 from hapx.synth.bound import Bound
 from hapx.synth.domain import State, no_dearer
-from hapx.synth.effect import Vector, after
+from hapx.synth.effect import Vector
 from hapx.synth.lean import Lean
+from hapx.synth.levels import Level, Rows
+from hapx.synth.moments import PARTS
 from hapx.synth.moves import Move, Moves
 from hapx.synth.problem import Problem
-from hapx.synth.timed import Moment, Timed
+from hapx.synth.seeds import Mask
+from hapx.synth.timed import Timed
 from hapx.synth.writer import Solution, solution
 
-WIDTHS = Width(32), Width(8)  # of the beam, on meshes of one axis and of several
+WIDTHS = 32, 8  # of the beam, on meshes of one axis and of several
 
 
 class Momentary(Lean):
@@ -55,7 +60,7 @@ class Momentary(Lean):
         self.exactly = [[i for i, alike in enumerate(exact.kinds) if set(alike) <= set(own)] for own in problem.costs.kinds]  # these may be several
         self._bounds: dict[float, Bound] = {0.0: self.bound}  # by price
         self.complete: list[State] = []
-        self._moments: dict[tuple[int, int, int], Moment] = {}
+        self._rows = [Rows() for _ in range(self.depth)]
 
     def fastest(
         self, key: ProgramKey, statistics: Statistics, part: float = 1.0, below: float = inf, price: float = 0.0
@@ -70,100 +75,137 @@ class Momentary(Lean):
         if price not in self._bounds:
             self._bounds[price] = Bound(self.problem, Moves(self.problem, self.shares, False, None, self.prices))
         self.priced = self._bounds[price]
-        self.most, self.below, self.complete = tuple([part * own for own in self.capacity]), below, []
-        beam(self, WIDTHS[len(self.problem.theory.mesh.axes) > 1], statistics)
+        self.most, self.below = tuple([part * own for own in self.capacity]), below
+        self.complete = self._followed(WIDTHS[len(self.problem.theory.mesh.axes) > 1], statistics)
         for last in sorted(self.complete, key=attrgetter("estimate")):
             gap = 1 - bound / last.estimate if last.estimate > 0 else 0.0
             yield solution(self.problem, last, last.estimate, key, Statistics(gap=gap))
-
-    # -- what the beam asks for --------------------------------------------------------------------------------------------------------------------
 
     def start(self) -> State:
         begun = super().start()
         estimate = self.bound.estimate(0.0, self.zero, self.zero, self.bound.rest(0, begun.place))
         return State(0, begun.place, 0.0, self.zero, self.zero, begun.memory, estimate, 0.0, None, None)
 
-    def successors(
-        self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None, hasty: bool = False
-    ) -> Iterator[State]:
-        step, following = self.problem.steps[state.level], self.following[self.region[state.level] >= 0]
-        estimates = self.bound.choices(state.level, state.place, state.cost, state.forward, state.backward)
-        for choice in np.flatnonzero(estimates < min(limit, self.below)).tolist():
-            yield from self._follow(state, following(state.level, state.place & step.reads, choice).moves, limit)
-
-    def again(self, state: State, limit: float) -> list[State] | None:
-        return None  # layers that are alike may fit in different ways
-
     def dominates(self, a: State, b: State) -> bool:
         return all(map(le, a.memory, b.memory)) and no_dearer(a, b)
 
-    def likely(self, state: State) -> float:
-        paid = 0.0
-        if self.priced is not self.bound:
-            stays = self._staying(state.memory)
-            paid = sum([p * max([stays[i] for i in own]) for p, own in zip(self.prices, self.exactly, strict=True)])
-        if state.level == self.depth:
-            return state.estimate + paid
-        return self.priced.estimate(state.cost + paid, state.forward, state.backward, self.priced.likely(state.level, state.place))
+    # -- the beam ----------------------------------------------------------------------------------------------------------------------------------
 
-    def _follow(self, state: State, moves: list[tuple[Move, int]], limit: float) -> Iterator[State]:
-        level, limit = state.level + 1, min(limit, self.below)
-        stays = state.place & self.problem.steps[state.level].keep
-        for move, bits in moves:
-            place = stays | bits
-            cost, forward, backward = after(state.cost, state.forward, state.backward, move.effect)
-            spent = estimate = cost + max(forward) + max(backward)
-            if level < self.depth and spent < limit:
-                estimate = max(spent, self.bound.estimate(cost, forward, backward, self.bound.rest(level, place)))
-            if estimate < limit:
-                memory = self._after(state, move, place)
-                if self._fits(level, memory):
-                    found = State(level, place, cost, forward, backward, memory, estimate, spent, state, move)
-                    if level == self.depth:
-                        self.complete.append(found)
-                    yield found
+    def _followed(self, width: int, statistics: Statistics) -> list[State]:
+        """Complete programs. Level by level the best by their estimates and by what they are likely to cost, in turns, as `hapx.synth.astar.beam`
+        has them, of all that follow the best before: these are made as arrays."""
+        states = [self.start()]
+        while states and states[0].level < self.depth:
+            level, found = states[0].level + 1, self.level_after(states)
+            statistics.expansions += len(states)
+            statistics.generated += len(found)
+            if level == self.depth:
+                return [found.state(i) for i in range(len(found))]
+            front: Front[State] = Front(self)
+            kept = 0
+            for place, number in enumerate(self._ranked(found, width)):
+                if kept == width:
+                    statistics.cut += len(found) - place
+                    break
+                admitted = front.admit(found.state(number))
+                kept += admitted
+                statistics.dominated += not admitted
+            states = front.nodes()
+        return states
+
+    def level_after(self, states: Sequence[State]) -> Level:
+        """What follows partial programs of one level, is as fast as asked for and fits."""
+        level, step = states[0].level, self.problem.steps[states[0].level]
+        moves, before, chosen = self._rows[level], list[int](), [np.zeros(0, dtype=np.int64)]
+        for number, state in enumerate(states):
+            estimates = self.bound.choices(level, state.place, state.cost, state.forward, state.backward)
+            for choice in np.flatnonzero(estimates < self.below).tolist():
+                chosen.append(self._moves(level, state.place & step.reads, choice))
+                before += [number] * len(chosen[-1])
+        parents, rows, old = np.array(before, dtype=np.int64), np.concatenate(chosen), Level.of(states, len(PARTS))
+        if not before:
+            return old[np.zeros(len(old), dtype=bool)]
+        effects, memory = moves.arrays
+        cost, forward, backward = effects.after(old.cost[parents], old.forward[parents], old.backward[parents], rows)
+        spent = cost + forward.max(axis=1) + backward.max(axis=1)
+        found = Level(level + 1, states, moves.moves, parents, rows, [], cost, forward, backward, np.zeros(0), spent, spent)[spent < self.below]
+        stays = [state.place & step.keep for state in states]
+        found.place = [stays[p] | moves.bits[r] for p, r in zip(found.parents.tolist(), found.rows.tolist(), strict=True)]
+        if level + 1 < self.depth:
+            rest = found.by_place(lambda place: self.bound.rest(level + 1, place))
+            estimates = self.bound.estimates(found.cost, found.forward, found.backward, rest)
+            found.estimate = np.maximum(found.spent, estimates)
+            found = found[found.estimate < self.below]
+        found.memory = self._after(old, found, memory[found.rows])
+        return found[self._fits(level + 1, found.memory)]
+
+    def _ranked(self, found: Level, width: int) -> Iterator[int]:
+        by_estimate = np.argsort(found.estimate, kind="stable").tolist()
+        if len(found) <= width:
+            yield from by_estimate
+            return
+        seen = set[int]()
+        for number in chain.from_iterable(zip(np.argsort(self._likely(found), kind="stable").tolist(), by_estimate, strict=True)):
+            if number not in seen:
+                seen.add(number)
+                yield number
+
+    def _likely(self, found: Level) -> Array:
+        cost = found.cost
+        if self.priced is not self.bound:
+            stays = found.memory[:, :3].sum(axis=1)
+            cost = cost + sum([p * stays[:, own].max(axis=1) for p, own in zip(self.prices, self.exactly, strict=True)])
+        rest = found.by_place(lambda place: self.priced.likely(found.level, place))
+        return self.priced.estimates(cost, found.forward, found.backward, rest)
+
+    def _moves(self, level: int, reads: int, choice: int) -> Numbers:
+        """Where the moves of a choice are, among the rows of its step."""
+        rows, inside = self._rows[level], self.region[level] >= 0
+        if (reads, choice) not in rows.of:
+            found = self.following[inside](level, reads, choice).moves
+            rows.add(
+                (reads, choice),
+                found,
+                [np.reshape(move.effect.memory, (len(PARTS), -1)) if inside else self._moment(level, reads, move) for move, _ in found],
+            )
+        return rows.of[reads, choice]
 
     # -- memory ------------------------------------------------------------------------------------------------------------------------------------
 
-    def _moment(self, state: State, move: Move) -> Moment:
-        """Of a move after a partial program, outside of checkpoint regions."""
-        level, step = state.level, self.problem.steps[state.level]
-        key = level, state.place & step.reads, id(move)
-        if key not in self._moments:
-            parts = zip(step.kind.slots, step.slot_shifts, strict=True)
-            masks = [s.fixed if s.fixed is not None else state.place >> at & s.table.full for s, at in parts]
-            live = frozenset(name for name, _, _ in self.problem.steps[level + 1].live) if level + 1 < self.depth else frozenset()
+    def _moment(self, level: int, reads: int, move: Move) -> Array:
+        """(part, kind): what a move takes where that is available of what a step reads, outside of checkpoint regions."""
+        step = self.problem.steps[level]
+        masks = [s.fixed if s.fixed is not None else reads >> at & s.table.full for s, at in zip(step.kind.slots, step.slot_shifts, strict=True)]
+        live = frozenset(name for name, _, _ in self.problem.steps[level + 1].live) if level + 1 < self.depth else frozenset()
 
-            def gone(slot: int, mask: int) -> Bytes:
-                return self._size(step.tensors[slot], step.kind.slots[slot].table, mask)[0]
+        def gone(slot: int, mask: int) -> Bytes:
+            return self._size(step.tensors[slot], step.kind.slots[slot].table, mask)[0]
 
-            self._moments[key] = self.timed.moment(level, masks, move, live, self.reaching, gone)
-        return self._moments[key]
+        own = self.timed.moment(level, masks, move, live, self.reaching, gone)
+        return np.array([own.parameters, own.gradients, own.saved, (0.0,) * self.kinds, own.forward, own.backward])
 
-    def _after(self, state: State, move: Move, place: int) -> Vector:
-        """The memory of what follows a state by a move."""
-        level, n, old = state.level, self.kinds, state.memory
-        if self.region[level] >= 0:
-            return self._grown(state, move.effect.memory, place)
-        own = self._moment(state, move)
-        live, cotangents = self._there(level, state.place)[0], self._there(level + 1, place)[1]
-        stays = map(add, old[: 3 * n], (*own.parameters, *own.gradients, *own.saved))
-        forward, backward = [], []
-        for i in range(n):
-            k, g, kept = own.parameters[i], own.gradients[i], old[i] + own.parameters[i] + old[2 * n + i]
-            forward.append(max(old[4 * n + i] + k, kept + live[i] + own.forward[i]))
-            backward.append(max(old[5 * n + i] + k + g, kept + cotangents[i] + own.backward[i]) if self.training else 0.0)
-        return (*stays, *[0.0] * n, *forward, *backward)
+    def _after(self, old: Level, found: Level, own: Array) -> Array:
+        """(program, part, kind): the memory of what follows partial programs by moves that take so much of their own. See `hapx.synth.lean`."""
+        before, region = old.memory[found.parents], self.region[old.level]
+        live = old.by_place(lambda place: self._there(old.level, place)[0])[found.parents]
+        cotangents = found.by_place(lambda place: self._there(found.level, place)[1])
+        parameters, gradients, saved, inside, ahead, back = before.swapaxes(0, 1)
+        k, g, s, r, f, b = own.swapaxes(0, 1)
+        if region < 0:
+            kept = parameters + k + saved
+        else:
+            kept, b = parameters + k + (saved + s), np.maximum(b, f)
+            r = r + inside if old.level > 0 and self.region[old.level - 1] == region else r
+        forward = np.maximum(ahead + k, kept + live + f)
+        backward = np.maximum(back + k + g, kept + r + cotangents + b) if self.training else np.zeros_like(b)
+        return np.stack([parameters + k, gradients + g, saved + s, r, forward, backward], axis=1)
 
-    def _fits(self, level: int, memory: Vector) -> bool:
-        n, left = self.kinds, self.left[level]
-        for i in range(n):
-            k, g = left[i], left[n + i]
-            parameters, gradients, saved = memory[i] + k, memory[n + i] + g, memory[2 * n + i] + left[2 * n + i]
-            ahead, back, update = memory[4 * n + i] + k, memory[5 * n + i] + k + g, parameters + (1.0 + self.update[i]) * gradients
-            if max(ahead, back, parameters + saved, update) > self.most[i]:
-                return False
-        return True
+    def _fits(self, level: int, memory: Array) -> Mask:
+        k, g, s = np.array(self.left[level]).reshape(3, -1)
+        parameters, gradients, saved = memory[:, 0] + k, memory[:, 1] + g, memory[:, 2] + s
+        ahead, back, update = memory[:, 4] + k, memory[:, 5] + k + g, parameters + (1.0 + np.array(self.update)) * gradients
+        found: Mask = (np.maximum.reduce([ahead, back, parameters + saved, update]) <= self.most).all(axis=1)
+        return found
 
     @cached_property
     def left(self) -> list[Vector]:

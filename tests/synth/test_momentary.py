@@ -10,6 +10,7 @@ import pytest
 from benchmarks.planning_cases import case as random_case
 from benchmarks.random_graphs import random_graph
 from hapx.cluster.spec import ClusterSpec
+from hapx.cost.remat import with_blocks
 from hapx.graph.capture import capture
 from hapx.ir import Graph
 from hapx.synth.astar import Statistics
@@ -65,7 +66,8 @@ def everything(own: Case) -> list[tuple[float, float]]:
         if state.level == domain.depth:
             found.append((state.estimate, own.part(solution(own.problem, state, state.estimate, own.key, Statistics()))))
             continue
-        waiting += domain.successors(state, float("inf"))
+        following = domain.level_after([state])
+        waiting += [following.state(number) for number in range(len(following))]
         made += 1
         assert made < EVERYTHING, "another seed"
     return found
@@ -85,3 +87,41 @@ def test_nothing_that_fits_is_faster(seed: int) -> None:
             met = [f.cost for times in (1.0, 1.2, 1.6) for f in own.fastest(times * part, price) if own.part(f) <= part]
             assert met, "something fits"
             assert best * (1 - 1e-9) <= min(met) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_all_at_once_is_as_one_by_one(again: bool) -> None:
+    """Inside of checkpoint regions what follows has the memory that the beam for the least peak knows of it, too."""
+    model = GPT(100, 32, 4, 3, 16)
+    graph = capture(model, model.example(8))
+    own = Case(discover(with_blocks(graph) if again else graph), 10 * 2**20, FOUR)
+    domain = own.domain
+    list(own.fastest(0.8))
+    assert domain.complete
+    chains = [path_to(last) for last in domain.complete[:6]]
+    inside = 0
+    for states in zip(*chains, strict=True):
+        if states[0].level == domain.depth:
+            break
+        together, numbers = domain.level_after(states), iter(range(10**6))
+        for state in states:
+            alone = domain.level_after([state])
+            for i in range(len(alone)):
+                one, other = alone.state(i), together.state(next(numbers))
+                assert (one.place, one.move, one.parent) == (other.place, other.move, other.parent)
+                assert (one.cost, one.forward, one.backward, one.memory) == (other.cost, other.forward, other.backward, other.memory)
+                assert (one.estimate, one.spent) == (other.estimate, other.spent)
+                if domain.region[state.level] >= 0:
+                    assert one.move is not None
+                    assert one.memory == pytest.approx(domain._grown(state, one.move.effect.memory, one.place))
+                    inside += 1
+        assert next(numbers) == len(together)
+    assert (inside > 100) is again
+
+
+def path_to(last: State) -> list[State]:
+    path, state = [last], last.parent
+    while state is not None:
+        path.append(state)
+        state = state.parent
+    return path[::-1]
