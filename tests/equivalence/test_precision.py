@@ -112,6 +112,9 @@ def planned(dtype: str, strategy: str) -> Plan:
     return plan
 
 
+SECONDS = (("bfloat16", "tensor-parallel"), ("float16", "4:4:1:1"), ("float16", "zero"))  # the others are alike
+
+
 def curve_of_rank(plan: Plan, dtype: str, threads: Any = None) -> Curve:
     executor = Executor(plan, threads.rank, gpt(), create_groups(plan.stages[0].mesh, threads), device=device())
     graph = plan.graphs[plan.first]
@@ -123,8 +126,10 @@ def curve_of_rank(plan: Plan, dtype: str, threads: Any = None) -> Curve:
     return train(executor.module, loss_of, scaler, lambda: executor.clip_grad_norm_(1.0))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("dtype", LOWER)
+@pytest.mark.parametrize(
+    ("dtype", "strategy"),
+    [pytest.param(dtype, of, marks=[pytest.mark.slow] if (dtype, of) in SECONDS else []) for dtype in LOWER for of in STRATEGIES],
+)
 def test_loss_curves_stay_within_the_spread_of_one_device(dtype: str, strategy: str) -> None:
     runs = torch.tensor([alone(dtype, order).losses for order in range(ORDERS)], dtype=torch.float64)
     spread = float((runs.max(0).values - runs.min(0).values).max())

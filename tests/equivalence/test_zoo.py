@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -108,8 +109,13 @@ def planned(tiny: Tiny, batch: int, rule: Restriction) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("shares", SHARES)
-@pytest.mark.parametrize("strategy", ["auto", "tensor-parallel", "zero"])
+@pytest.mark.parametrize(
+    ("shares", "strategy"),
+    [
+        pytest.param(shares, strategy, marks=[pytest.mark.slow] if shares == "even" and strategy != "zero" else [])
+        for shares, strategy in product(SHARES, ("auto", "tensor-parallel", "zero"))
+    ],
+)
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_train_as_one_device(name: str, strategy: str, shares: str) -> None:
     (ratios, batch), tiny = SHARES[shares], TINY[name]

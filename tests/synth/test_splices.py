@@ -122,7 +122,7 @@ def test_a_program_that_is_known_is_combined_with_the_next_one(any_view: Case) -
 
 
 def test_what_was_found_at_prices_is_known_at_other_shares() -> None:
-    of = gpt("flat", 2)
+    of = gpt("flat", 1)
     free = solve(of.problem, of.shares, None, program_key(of.problem.theory))
     solve(of.problem, of.shares, tuple(0.8 * m for m in free.memory), program_key(of.problem.theory))
     others = {cut: np.roll(own, 1) for cut, own in of.shares.items()}
