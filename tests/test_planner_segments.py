@@ -132,7 +132,7 @@ def test_segments_pay_where_memory_binds_in_one_part(monkeypatch: pytest.MonkeyP
     maker = GraphMaker(512)
     h = maker.unary(maker.linear(maker.input(512, 32), 512, False), "gelu")
     h = maker.linear(maker.unary(maker.unary(h, "relu"), "gelu"), 32, False)
-    for _ in range(4):
+    for _ in range(2):
         h = maker.linear(maker.unary(maker.linear(maker.unary(h, "relu"), 256, False), "relu"), 32, False)
     graph = finished(maker, h)
     tied, freed = (plan_graphs([graph], quick_and_roomy("3 MiB"), strategy=Restriction(segments=s)) for s in ("none", "auto"))

@@ -12,7 +12,7 @@ from hapx.balancer.lp import objective
 from hapx.states import Sharded
 from hapx.synth.astar import Statistics, Width, beam
 from hapx.synth.domain import State, Synthesis, moves_of
-from hapx.synth.search import alternatives, program_key, solve
+from hapx.synth.search import alternatives, attempt, program_key, solve
 from hapx.synth.seeds import seeds
 from hapx.synth.splices import Splices
 from support.searched import Case, gpt
@@ -122,9 +122,9 @@ def test_a_program_that_is_known_is_combined_with_the_next_one(any_view: Case) -
 
 
 def test_what_was_found_at_prices_is_known_at_other_shares() -> None:
-    of = gpt("flat", 1)
+    of = gpt("flat", 2)
     free = solve(of.problem, of.shares, None, program_key(of.problem.theory))
-    solve(of.problem, of.shares, tuple(0.8 * m for m in free.memory), program_key(of.problem.theory))
+    attempt(of.problem, of.shares, tuple(0.8 * m for m in free.memory), program_key(of.problem.theory))
     others = {cut: np.roll(own, 1) for cut, own in of.shares.items()}
     found = list(alternatives(of.problem, others, program_key(of.problem.theory)))
     assert len(found) == len(of.problem.at_prices) > 1
