@@ -168,7 +168,10 @@ def faster_inside(cluster: ClusterSpec) -> ClusterSpec:
 FASTER = (faster_device, faster_link, faster_inside)
 
 
-@pytest.mark.parametrize(("seed", "faster"), [*product((0, 5), FASTER), (13, faster_link), (TWO_AXES, faster_device), (BINDING, faster_device)])
+@pytest.mark.parametrize(
+    ("seed", "faster"),
+    [*product((0, 5), FASTER), (13, faster_link), (TWO_AXES, faster_device), pytest.param(BINDING, faster_device, marks=pytest.mark.slow)],
+)
 def test_faster_parts_never_make_the_plan_slower(seed: int, faster: Any) -> None:
     """The old plan is a start and a candidate, and the simulator is monotone: not slower at all, but for rounding in the last bits."""
     problem, before = problem_and_plan(seed)

@@ -150,9 +150,9 @@ def other_plans(name: str, count: int, seed: int) -> Counter[str]:
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "cnn", "parts", *STAGED])
 def test_changed_plans_are_refused(name: str) -> None:
-    found = other_plans(name, 150, seed=ord(name[0]))
+    found = other_plans(name, 100, seed=ord(name[0]))
     print(found)
-    assert found["refused"] > 60
+    assert found["refused"] > 40
     assert found["another"] <= 3
 
 

@@ -126,6 +126,7 @@ def test_the_big_slow_card_stores_more_and_computes_less() -> None:
     assert plan.memory[0] < 2**20 < plan.memory[1]
 
 
+@pytest.mark.slow
 def test_segments_pay_where_memory_binds_in_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many numbers in the middle of the first part: with one row they bound the share of the quick device everywhere."""
     monkeypatch.setattr("hapx.by_peaks.BUDGET", 200_000)  # few beams suffice

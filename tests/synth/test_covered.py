@@ -42,7 +42,7 @@ def toys() -> Iterator[Synthesis]:
 def real(view: str, exposed: float = 1.0) -> Iterator[Synthesis]:
     """At shares in proportion to speed, and at even ones."""
     attention, cnn = Attention(mask="float"), CNN()
-    for of in (gpt(view, 2), case(cnn, cnn.example(8), view), case(attention, attention.example(6), view)):
+    for of in (gpt(view, 2 if view == "flat" else 1), case(cnn, cnn.example(8), view), case(attention, attention.example(6), view)):
         for part, prices in ((exposed, None), (0.0, (1e-9,) * of.problem.terms.kinds)):
             of.problem.exposed = part
             yield of.domain(prices)
