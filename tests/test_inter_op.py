@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -153,8 +154,9 @@ def test_a_quick_look_at_a_large_model_is_enough_where_one_stage_is_far_slower(m
     assert 0.9 * one_stage < plan.statistics["one_stage_at_least"] <= one_stage
 
 
-def test_a_quick_link_does_not() -> None:
-    model = MLP((32,) * 6)
+@pytest.mark.parametrize("make", [lambda: MLP((32,) * 6), pytest.param(lambda: MODEL(layers=1), marks=pytest.mark.slow)], ids=["mlp", "gpt"])
+def test_a_quick_link_does_not(make: Callable[[], Any]) -> None:
+    model = make()
     plan = hapx.plan(model, QUICK, model.example(16))
     assert len(plan.stages) == 1
     graph = capture(model, model.example(16))

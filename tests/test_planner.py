@@ -24,7 +24,7 @@ from hapx.synth.search import attempt
 from hapx.theory.discover import discover
 from hapx.verify import verify
 from support.clusters import slow_devices
-from support.models import MLP
+from support.models import GPT, MLP
 from support.theories import mlp as unhashed
 
 
@@ -137,8 +137,9 @@ def test_several_axes_inside_of_one_machine_are_searched_to_the_end_only_where_t
     assert not any(brief for name, brief in searches if name == "flat")
 
 
-def test_of_a_model_that_needs_far_too_much_memory_one_view_is_looked_at() -> None:
-    model = MLP((16,) * 53)
+@pytest.mark.parametrize("make", [lambda: MLP((16,) * 53), pytest.param(lambda: GPT(13, 16, 2, 5, 8), marks=pytest.mark.slow)], ids=["mlp", "gpt"])
+def test_of_a_model_that_needs_far_too_much_memory_one_view_is_looked_at(make: Any) -> None:
+    model = make()
     graph = discover(capture(model, model.example(4)))
     assert len(graph.nodes) > FEW_STEPS
     cluster = slow_devices(["fast", "fast"], ["slow", "slow"])

@@ -281,11 +281,16 @@ def _first(domain: Domain[N], nodes: list[N], limit: float, statistics: Statisti
 def _best(domain: Domain[N], nodes: list[N], width: Width, statistics: Statistics) -> list[N]:
     """The best nodes of one level that none of them dominates. What dominates a node is no worse, so those behind the last one kept need not be
     compared."""
+    return undominated(domain, _ranked(domain, nodes, width), len(nodes), width.nodes, statistics)
+
+
+def undominated(domain: Domain[N], ranked: Iterable[N], count: int, most: int, statistics: Statistics) -> list[N]:
+    """The first ones that none before them dominates, at most so many. count: of all that are ranked."""
     front = Front(domain)
     kept = 0
-    for place, node in enumerate(_ranked(domain, nodes, width)):
-        if kept == width.nodes:
-            statistics.cut += len(nodes) - place
+    for place, node in enumerate(ranked):
+        if kept == most:
+            statistics.cut += count - place
             break
         admitted = front.admit(node)
         kept += admitted

@@ -28,7 +28,7 @@ from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector as Bytes
 from hapx.layout import Lengths
 from hapx.plan import ProgramKey
-from hapx.synth.astar import Front, Statistics
+from hapx.synth.astar import Statistics, undominated
 from hapx.synth.bound import Bound
 from hapx.synth.domain import State, no_dearer
 from hapx.synth.effect import Vector
@@ -101,16 +101,7 @@ class Momentary(Lean):
             statistics.generated += len(found)
             if level == self.depth:
                 return [found.state(i) for i in range(len(found))]
-            front: Front[State] = Front(self)
-            kept = 0
-            for place, number in enumerate(self._ranked(found, width)):
-                if kept == width:
-                    statistics.cut += len(found) - place
-                    break
-                admitted = front.admit(found.state(number))
-                kept += admitted
-                statistics.dominated += not admitted
-            states = front.nodes()
+            states = undominated(self, map(found.state, self._ranked(found, width)), len(found), width, statistics)
         return states
 
     def level_after(self, states: Sequence[State]) -> Level:

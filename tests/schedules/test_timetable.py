@@ -243,11 +243,12 @@ def test_hiding_takes_the_fewest_micro_batches() -> None:
         assert numbers == sorted(numbers, reverse=True) and len(set(numbers)) == len(numbers)
 
 
-def test_what_waits_for_cards_is_hidden_too() -> None:
-    """14 random pipelines whose stages have one card each: styles that hide links, waiting or not, are within 5 % of the best of all warm styles, and
+@pytest.mark.parametrize("count", [14, pytest.param(30, marks=pytest.mark.slow)])
+def test_what_waits_for_cards_is_hidden_too(count: int) -> None:
+    """Random pipelines whose stages have one card each: styles that hide links, waiting or not, are within 5 % of the best of all warm styles, and
     going from one to a nearby one ends within 0.5 %."""
     random, number, gains = Random(3), 24, []
-    for _ in range(14):
+    for _ in range(count):
         size = random.choice((3, 4))
         forward = tuple(random.uniform(0.8, 1.2) for _ in range(size))
         wires = [random.uniform(0.1, 1.3) for _ in range(size - 1)]

@@ -63,13 +63,14 @@ def test_what_a_place_costs_later_is_known_from_the_start(monkeypatch: pytest.Mo
     assert 5 * best.statistics.expansions < shallow.statistics.expansions
 
 
+@pytest.mark.parametrize("seeds", [range(500, 514), pytest.param(range(514, 530), marks=pytest.mark.slow)], ids=["some", "more"])
 @pytest.mark.parametrize(("worth", "contexts"), [(0.0, relaxation.MANY), (outline.WORTH, relaxation.MANY), (0.0, 1)])
-def test_bound_never_exceeds_the_cheapest_completion(monkeypatch: pytest.MonkeyPatch, worth: float, contexts: int) -> None:
+def test_bound_never_exceeds_the_cheapest_completion(monkeypatch: pytest.MonkeyPatch, worth: float, contexts: int, seeds: range) -> None:
     """Before parameters are placed, between their uses, and for choices; also where only the largest parameter is known."""
     monkeypatch.setattr(outline, "WORTH", worth)
     monkeypatch.setattr(relaxation, "MANY", contexts)
     coming = later = 0
-    for seed in range(500, 514):
+    for seed in seeds:
         domain = used_again(seed, 2 + seed % 2)
         of = domain.bound.outline
         for state in walk(domain, Random(seed)):
@@ -83,8 +84,8 @@ def test_bound_never_exceeds_the_cheapest_completion(monkeypatch: pytest.MonkeyP
                 if (found := search(Unbounded(domain, following), Statistics())) is not None and following.move is not None:
                     assert estimates[following.move.choice.index] <= found.estimate * (1 + 1e-9), (seed, state.level)
     print(f"{coming} states before a parameter that is used twice, {later} with one of which two uses are left")
-    assert coming > 8
-    assert later > 4
+    assert coming > 2 / 3 * len(seeds)
+    assert later > len(seeds) / 3
 
 
 def test_in_haste_the_narrowest_beam_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
