@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from hapx.synth.tables import StepTerms, TensorTable, Values
 from hapx.theory.conversion import INNER, OUTER
 
 NONE, STAYS = -2, -1  # numbers of edges that are none
+_NO_PATHS = np.zeros((5, 0), dtype=np.int64)  # through shards of the inner axis
 FEW = 3  # kinds up to which every pair of them has weights
 
 
@@ -41,6 +43,36 @@ class Paths:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """What tables have in common whose placements are related in the same way. along: of each axis, source and target of every edge, and whether the
+    variant is allowed that keeps what it gathers, or frees it; numbers: theirs; orders: as in `Paths`."""
+
+    along: tuple[tuple[Numbers, Numbers, Mask, Mask], ...]
+    numbers: tuple[Numbers, ...]
+    orders: Numbers
+
+
+def _ways_of(table: TensorTable) -> Ways:
+    reach, pattern, size, n = table.reach, table.reach.pattern, len(table.codes), len(table.placements)
+    steps = np.full((len(reach.states), size + 1, size + 1), NONE)  # the last: there is none
+    steps[:, range(size), range(size)] = STAYS
+    along, numbers, count, codes = [], [], 0, np.array(table.codes)
+    for axis, (sources, targets) in enumerate(pattern.along):
+        variants = [[table.variants(axis, s, t) for t in reach.states[axis]] for s in reach.states[axis]]  # by codes
+        kept, freed = (np.array([[free in own for own in of_source] for of_source in variants]) for free in (False, True))
+        between = codes[sources, axis], codes[targets, axis]
+        there = kept[between] | freed[between]
+        along.append((sources[there], targets[there], kept[between][there], freed[between][there]))
+        numbers.append(np.arange(count, count + np.count_nonzero(there)))
+        count += len(numbers[-1])
+        steps[axis, sources[there], targets[there]] = numbers[-1]
+    if len(steps) == 1:
+        return Ways(tuple(along), tuple(numbers), steps[:, :n, :n].reshape(1, 1, -1))
+    orders = np.array([[steps[axis, at, after].ravel() for axis, at, after in order] for order in pattern.orders])
+    return Ways(tuple(along), tuple(numbers), orders)
+
+
 class Grid:
     """What of the prices of a problem does not depend on shares."""
 
@@ -48,6 +80,7 @@ class Grid:
         tables = list({id(t): t for t in problem.tables.values()}.values())
         bundles: list[Bundle] = []
         self.count = 0  # of edges in `bundles`
+        self._known: dict[Any, Ways] = {}
         self.paths = {id(table): self._paths(table, bundles) for table in tables}
         self.edges = problem.costs.edge_prices(bundles, problem.restriction.forms)
         self.number: dict[tuple[int, int, int], int] = {}  # of the edge between two placements of a table, by its id
@@ -56,23 +89,19 @@ class Grid:
                 self.number |= {(key, p, q): n for p, q, n in np.transpose(along).tolist()}
 
     def _paths(self, table: TensorTable, every: list[Bundle]) -> Paths:
-        reach, size, n = table.reach, len(table.codes), len(table.placements)
-        steps = np.full((len(reach.states), size + 1, size + 1), NONE)  # the last: there is none
-        steps[:, range(size), range(size)] = STAYS
-        edges, codes = [], np.array(table.codes)
-        for axis, (sources, targets) in enumerate(reach.along):
-            variants = [[table.variants(axis, s, t) for t in reach.states[axis]] for s in reach.states[axis]]  # by codes
-            kept, freed = (np.array([[free in own for own in of_source] for of_source in variants]) for free in (False, True))
-            between = codes[sources, axis], codes[targets, axis]
-            there = kept[between] | freed[between]
-            bundle = Bundle(table.ref, axis, table.all_placements, sources[there], targets[there], kept[between][there], freed[between][there])
-            numbers = self._take(bundle, every)
-            edges.append((bundle.sources, bundle.targets, numbers))
-            steps[axis, bundle.sources, bundle.targets] = numbers
-        if len(steps) == 1:  # nothing lies between
-            return Paths(tuple(edges), steps[:, :n, :n].reshape(1, 1, -1), np.zeros((5, 0), dtype=np.int64))
-        orders = np.array([[steps[axis, at, after].ravel() for axis, at, after in order] for order in reach.orders])
-        return Paths(tuple(edges), orders, self._shared(table, every))
+        ways, begun = self._ways(table), self.count
+        for axis, (sources, targets, kept, freed) in enumerate(ways.along):
+            self._take(Bundle(table.ref, axis, table.all_placements, sources, targets, kept, freed), every)
+        edges = tuple([(sources, targets, own + begun) for (sources, targets, _, _), own in zip(ways.along, ways.numbers, strict=True)])
+        orders = np.where(ways.orders < 0, ways.orders, ways.orders + begun)
+        return Paths(edges, orders, self._shared(table, every) if len(edges) > 1 else _NO_PATHS)  # on one axis nothing lies between
+
+    def _ways(self, table: TensorTable) -> Ways:
+        """Those of tensors like that of a table: of equal patterns, whose conversions are as free to be chosen."""
+        key = id(table.reach.pattern), table.parameter, table.forbidden
+        if key not in self._known:
+            self._known[key] = _ways_of(table)
+        return self._known[key]
 
     def _take(self, bundle: Bundle, every: list[Bundle]) -> Numbers:
         """The numbers of the edges of one more bundle."""
@@ -83,7 +112,7 @@ class Grid:
     def _shared(self, table: TensorTable, every: list[Bundle]) -> Numbers:
         paths = table.all_passed
         if not paths:
-            return np.zeros((5, 0), dtype=np.int64)
+            return _NO_PATHS
         place = {p: k for k, p in enumerate(dict.fromkeys(p for passed in paths.values() for p in passed))}
         at = np.array([[place[p] for p in passed] for passed in paths.values()])
         keeps = np.ones(len(at), dtype=bool)

@@ -118,10 +118,10 @@ class Outline:
         self.making = [[(join, made) for join, made in joined if join.made(level + 1) > made] for level, joined in enumerate(self.joined)]
         self._later: dict[int, list[Later]] = {}
         self._ends: dict[int, tuple[tuple[Numbers, ...], tuple[Numbers, ...]]] = {}
-        self._sets: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
-        self._inside: dict[int, Mask] = {}
-        self._including: dict[tuple[int, int, bool], tuple[Numbers, bool]] = {}
-        self._afterwards: dict[int, Numbers] = {}
+        self._sets: dict[tuple[int, bool], tuple[list[int], list[tuple[int, int]]]] = {}  # these by `_like`
+        self._inside: dict[tuple[int, bool], Mask] = {}
+        self._including: dict[tuple[int, bool, int, bool], tuple[Numbers, bool]] = {}
+        self._afterwards: dict[tuple[int, bool], Numbers] = {}
         self._following: dict[tuple[int, int], Numbers] = {}
 
     def ends(self, kind: StepClass) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
@@ -175,21 +175,25 @@ class Outline:
         return self._of(table)[1]
 
     def _of(self, table: TensorTable) -> tuple[list[int], list[tuple[int, int]]]:
-        if id(table) not in self._sets:
-            closures = [table.closure(i) for i in range(len(table.placements))]
-            several = id(table) in self._several
+        key = self._like(table)
+        if key not in self._sets:
+            closures, several = [table.closure(i) for i in range(len(table.placements))], id(table) in self._several
             found = [*closures, table.full] if several else closures
             row = {mask: i for i, mask in reversed(list(enumerate(found)))}
             together = {a | b: (row[a], row[b]) for a, b in combinations(dict.fromkeys(closures if several else ()), 2)}
             pairs = {mask: rows for mask, rows in together.items() if mask not in row}
             pairs = pairs if len(pairs) <= PAIRS else {}
-            self._sets[id(table)] = [*found, *pairs], list(pairs.values())
-        return self._sets[id(table)]
+            self._sets[key] = [*found, *pairs], list(pairs.values())
+        return self._sets[key]
+
+    def _like(self, table: TensorTable) -> tuple[int, bool]:
+        """Equal for tables whose sets are the same."""
+        return id(table.reach.pattern), id(table) in self._several
 
     def including(self, table: TensorTable, mask: int, wide: bool) -> tuple[Numbers, bool]:
         """The rows of all that includes a mask, any of which bounds it, and whether there is one for just this. wide: all sets are rows, else those
         of single placements."""
-        key = id(table), mask, wide
+        key = *self._like(table), mask, wide
         if key not in self._including:
             sets = self.sets(table) if wide else self.sets(table)[: len(table.placements)]
             self._including[key] = np.array([i for i, known in enumerate(sets) if known & mask == mask]), mask in sets
@@ -197,20 +201,22 @@ class Outline:
 
     def inside(self, table: TensorTable) -> Mask:
         """(row, placement) -> whether the placement is in the row's set."""
-        if id(table) not in self._inside:
+        key = self._like(table)
+        if key not in self._inside:
             n, sets = len(table.placements), self.sets(table)
-            self._inside[id(table)] = np.array([[bool(mask >> p & 1) for p in range(n)] for mask in sets])
-        return self._inside[id(table)]
+            self._inside[key] = np.array([[bool(mask >> p & 1) for p in range(n)] for mask in sets])
+        return self._inside[key]
 
     def afterwards(self, table: TensorTable) -> Numbers:
         """(row, target) -> the row of what is available after a conversion; of "anything" where there is none."""
-        if id(table) not in self._afterwards:
+        key = self._like(table)
+        if key not in self._afterwards:
             n, sets = len(table.placements), self.sets(table)
             row = {mask: i for i, mask in reversed(list(enumerate(sets)))}
             found = [[r if mask >> t & 1 else row.get(mask | table.closure(t), n) for t in range(n)] for r, mask in enumerate(sets)]
             found[n] = [n] * n
-            self._afterwards[id(table)] = np.array(found)
-        return self._afterwards[id(table)]
+            self._afterwards[key] = np.array(found)
+        return self._afterwards[key]
 
     def following(self, kind: StepClass, slot: int) -> Numbers:
         """(choice, row) -> the row of what is available of a slot after each choice of a class (see `afterwards`)."""

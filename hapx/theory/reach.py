@@ -1,7 +1,8 @@
 """What of the conversions of a tensor depends on neither costs, ratios nor the cluster: which of its placements follow from which.
 
 In: a tensor and its placements. Out: a `Reach`: for free, by one communication along one axis, through shards of the inner axis. Tensors that are
-alike share one, in all problems of a process: searches on many views and submeshes of a cluster meet the same placements again and again.
+alike share one, in all problems of a process: searches on many views and submeshes of a cluster meet the same placements again and again. Most of it
+does not even depend on how large the dims are, but on how states are related: tensors of other shapes share that as a `Pattern`.
 
 Invariant: bit q of `closure(p)` is set iff a tensor in placement p is in placement q without communication in either direction.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 
 import numpy as np
 import numpy.typing as npt
@@ -25,44 +26,96 @@ Numbers = npt.NDArray[np.int64]
 Passed = tuple[Placement, ...]
 
 _known: dict[Hashable, Reach] = {}
+_patterns: dict[Hashable, Pattern] = {}
 
 
 def reach(ref: TensorRef, placements: Sequence[Placement]) -> Reach:
     """Of a tensor in these placements; one object for all that are alike."""
-    key = ref.requires_grad, ref.mutated, ref.dtype in FLOATING, tuple(placements)
+    key = _kind(ref), tuple(placements)
     if key not in _known:
-        _known[key] = Reach(ref, key[3])
+        _known[key] = Reach(ref, key[1])
     return _known[key]
+
+
+def _kind(ref: TensorRef) -> tuple[bool, bool, bool]:
+    """What of a tensor its conversions depend on, beside its size."""
+    return ref.requires_grad, ref.mutated, ref.dtype in FLOATING
 
 
 class Reach:
     """See the module. Placements have the numbers of `placements`; behind these, in `all_placements`, come those that lie between them (after one
-    axis has changed). states: of each axis, by code. codes: of every placement, per axis. at_code: its number."""
+    axis has changed). states: of each axis, by code; codes, at_code: see `Pattern`."""
 
     def __init__(self, ref: TensorRef, placements: tuple[Placement, ...]):
         """ref: any of the tensors that are alike."""
-        self._ref, self.placements, self._axes = ref, placements, range(len(placements[0].states))
+        self.placements = placements
         self.number = {p: i for i, p in enumerate(placements)}
-        number: list[dict[State, int]] = [{} for _ in self._axes]
-        for p in placements:
-            for a in self._axes:
-                number[a].setdefault(p.states[a], len(number[a]))
-        several = product(*number) if len(self._axes) > 1 else ()
-        between = [q for states in several if compatible(states) and (q := Placement(states)) not in self.number]
+        number: list[dict[State, int]] = [{} for _ in placements[0].states]
+        codes = tuple([tuple([of.setdefault(s, len(of)) for of, s in zip(number, p.states, strict=True)]) for p in placements])
+        self.states = tuple(map(tuple, number))
+        key = _kind(ref), codes, tuple([p.nest for p in placements]), _related(self.states)
+        if key not in _patterns:
+            _patterns[key] = Pattern(ref, placements, self.states, codes)
+        self.pattern = pattern = _patterns[key]
+        between = [Placement(tuple([of[k] for of, k in zip(self.states, code, strict=True)])) for code in pattern.codes[len(placements) :]]
         self.all_placements = (*placements, *between)
-        self.states = tuple(tuple(states) for states in number)
-        self.codes = [tuple(number[a][p.states[a]] for a in self._axes) for p in self.all_placements]
-        self.at_code = {code: i for i, code in enumerate(self.codes)}
-        self._closure: dict[int, int] = {}
+        self.codes, self.at_code, self.closure = pattern.codes, pattern.at_code, pattern.closure
         self._shared: dict[Hashable, dict[tuple[int, int], Passed]] = {}
+
+    def shared(self, ref: TensorRef, mesh: Mesh) -> dict[tuple[int, int], Passed]:
+        """By source and target, the placements on the path through shards of the inner axis, where there is one. ref: one of the tensors."""
+        if len(self.states) != 2 or ref.kind not in VALUES:
+            return {}
+        key = ref.shape, mesh.uneven, min(mesh.sizes) == 1, mesh.sizes[INNER]
+        if key not in self._shared:
+            whole_inside = [i for i, p in enumerate(self.placements) if not isinstance(p.states[INNER], Sharded)]
+            ways = ((p, q, shared_placements(ref, mesh, self.placements[p], self.placements[q])) for p, q in permutations(whole_inside, 2))
+            self._shared[key] = {(p, q): passed for p, q, passed in ways if passed}
+        return self._shared[key]
+
+
+def _related(states: Sequence[Sequence[State]]) -> Hashable:
+    """All that free conversions, and those along one axis, depend on of the states of each axis, by code: whether they split a factor, and which
+    factors do not nest."""
+    factors: dict[Hashable, int] = {}
+    split: dict[int, Sharded] = {}  # by factor, a state that splits it
+
+    def sort(state: State) -> int | type[State]:
+        if not isinstance(state, Sharded):
+            return type(state)
+        number = factors.setdefault((state.dim, state.outer, state.inner, state.cut.units), len(factors))
+        split[number] = state
+        return number
+
+    sorts = tuple([tuple(map(sort, of)) for of in states])
+    return sorts, tuple(map(compatible, combinations(split.values(), 2))) if len(states) > 1 else ()
+
+
+class Pattern:
+    """What tensors have in common whose placements are related in the same way, as numbers of placements. states: of each axis, by code. codes: of
+    every placement and of those between them, per axis. at_code: its number."""
+
+    def __init__(self, ref: TensorRef, placements: tuple[Placement, ...], states: Sequence[Sequence[State]], codes: Sequence[tuple[int, ...]]):
+        """Of any of the tensors."""
+        self._ref, self._states, self._axes = ref, states, range(len(states))
+        own = {code for code, p in zip(codes, placements, strict=True) if not p.nest}
+        several = product(*(range(len(of)) for of in states)) if len(states) > 1 else ()
+        ways = ((code, tuple([of[k] for of, k in zip(states, code, strict=True)])) for code in several if code not in own)
+        between = {code: Placement(at) for code, at in ways if compatible(at)}
+        self._every = (*placements, *between.values())
+        self.codes = [*codes, *between]
+        self.at_code = {code: i for i, code in enumerate(self.codes)}
+        self.count, self._coded = len(placements), np.array(self.codes)
+        self._closure: dict[int, int] = {}
 
     def closure(self, source: int) -> int:
         """The bit set of placements that are free from `source`, itself included."""
         if source not in self._closure:
-            p = self.placements[source]
-            stay = [[stays(self._ref, p.states[a], t) for t in self.states[a]] for a in self._axes]  # by code
-            possible = (i for i in range(len(self.placements)) if all(stay[a][self.codes[i][a]] for a in self._axes))
-            self._closure[source] = sum(1 << i for i in possible if free(self._ref, p, self.placements[i]))
+            p = self._every[source]
+            possible = np.logical_and.reduce([
+                np.array([stays(self._ref, p.states[a], t) for t in self._states[a]])[self._coded[: self.count, a]] for a in self._axes  # by code
+            ])  # fmt: skip
+            self._closure[source] = sum(1 << i for i in np.flatnonzero(possible).tolist() if free(self._ref, p, self._every[i]))
         return self._closure[source]
 
     @cached_property
@@ -75,7 +128,7 @@ class Reach:
         groups: dict[tuple[int, ...], list[int]] = {}
         for p, code in enumerate(self.codes):
             groups.setdefault(code[:axis] + code[axis + 1 :], []).append(p)
-        every = self.all_placements
+        every = self._every
         for group in groups.values():
             yield from ((p, q) for p, q in permutations(group, 2) if may_change(self._ref, every[p], every[q], axis))
 
@@ -83,7 +136,7 @@ class Reach:
     def orders(self) -> tuple[tuple[tuple[int, Numbers, Numbers], ...], ...]:
         """Of the ways between any two placements (sources x targets), for each order of the axes: the axis, where it begins to change and where that
         leads, one after the other. A number behind the last placement: there is no such placement."""
-        codes, n, size = np.array(self.codes), len(self.placements), len(self.codes)
+        codes, n, size = self._coded, self.count, len(self.codes)
         lookup = np.full(codes.max(axis=0) + 2, size)
         lookup[tuple(codes.T)] = np.arange(size)
         found = []
@@ -97,14 +150,3 @@ class Reach:
                 place = after
             found.append(tuple(path))
         return tuple(found)
-
-    def shared(self, ref: TensorRef, mesh: Mesh) -> dict[tuple[int, int], Passed]:
-        """By source and target, the placements on the path through shards of the inner axis, where there is one. ref: one of the tensors."""
-        if len(self._axes) != 2 or ref.kind not in VALUES:
-            return {}
-        key = ref.shape, mesh.uneven, min(mesh.sizes) == 1, mesh.sizes[INNER]
-        if key not in self._shared:
-            whole_inside = [i for i, p in enumerate(self.placements) if not isinstance(p.states[INNER], Sharded)]
-            ways = ((p, q, shared_placements(ref, mesh, self.placements[p], self.placements[q])) for p, q in permutations(whole_inside, 2))
-            self._shared[key] = {(p, q): passed for p, q, passed in ways if passed}
-        return self._shared[key]
