@@ -105,9 +105,14 @@ class Sharded(_Hashed):
         except AttributeError:
             return self._found((self.dim, self.outer, self.inner, self.cut))
 
+    @property
+    def factor(self) -> tuple[int, int, int, int]:
+        """What is split: a dim, and which factor of it."""
+        return self.dim, self.outer, self.inner, self.cut.units
+
     def same_split(self, other: Sharded) -> bool:
         """Whether both split the same factor of the same dim (possibly along different axes)."""
-        return (self.dim, self.outer, self.inner, self.cut.units) == (other.dim, other.outer, other.inner, other.cut.units)
+        return self.factor == other.factor
 
 
 State = Replicated | Invariant | Partial | Sharded

@@ -46,10 +46,9 @@ class Paths:
 @dataclass(frozen=True, slots=True)
 class Ways:
     """What tables have in common whose placements are related in the same way. along: of each axis, source and target of every edge, and whether the
-    variant is allowed that keeps what it gathers, or frees it; numbers: theirs; orders: as in `Paths`."""
+    variant is allowed that keeps what it gathers, or frees it; orders: as in `Paths`, where the edges are numbered from 0 on."""
 
     along: tuple[tuple[Numbers, Numbers, Mask, Mask], ...]
-    numbers: tuple[Numbers, ...]
     orders: Numbers
 
 
@@ -57,20 +56,20 @@ def _ways_of(table: TensorTable) -> Ways:
     reach, pattern, size, n = table.reach, table.reach.pattern, len(table.codes), len(table.placements)
     steps = np.full((len(reach.states), size + 1, size + 1), NONE)  # the last: there is none
     steps[:, range(size), range(size)] = STAYS
-    along, numbers, count, codes = [], [], 0, np.array(table.codes)
+    along, count, codes = [], 0, np.array(table.codes)
     for axis, (sources, targets) in enumerate(pattern.along):
         variants = [[table.variants(axis, s, t) for t in reach.states[axis]] for s in reach.states[axis]]  # by codes
         kept, freed = (np.array([[free in own for own in of_source] for of_source in variants]) for free in (False, True))
         between = codes[sources, axis], codes[targets, axis]
         there = kept[between] | freed[between]
         along.append((sources[there], targets[there], kept[between][there], freed[between][there]))
-        numbers.append(np.arange(count, count + np.count_nonzero(there)))
-        count += len(numbers[-1])
-        steps[axis, sources[there], targets[there]] = numbers[-1]
+        own = np.arange(count, count + np.count_nonzero(there))
+        count += len(own)
+        steps[axis, sources[there], targets[there]] = own
     if len(steps) == 1:
-        return Ways(tuple(along), tuple(numbers), steps[:, :n, :n].reshape(1, 1, -1))
+        return Ways(tuple(along), steps[:, :n, :n].reshape(1, 1, -1))
     orders = np.array([[steps[axis, at, after].ravel() for axis, at, after in order] for order in pattern.orders])
-    return Ways(tuple(along), tuple(numbers), orders)
+    return Ways(tuple(along), orders)
 
 
 class Grid:
@@ -89,12 +88,12 @@ class Grid:
                 self.number |= {(key, p, q): n for p, q, n in np.transpose(along).tolist()}
 
     def _paths(self, table: TensorTable, every: list[Bundle]) -> Paths:
-        ways, begun = self._ways(table), self.count
+        ways, begun, edges = self._ways(table), self.count, []
         for axis, (sources, targets, kept, freed) in enumerate(ways.along):
-            self._take(Bundle(table.ref, axis, table.all_placements, sources, targets, kept, freed), every)
-        edges = tuple([(sources, targets, own + begun) for (sources, targets, _, _), own in zip(ways.along, ways.numbers, strict=True)])
+            numbers = self._take(Bundle(table.ref, axis, table.all_placements, sources, targets, kept, freed), every)
+            edges.append((sources, targets, numbers))
         orders = np.where(ways.orders < 0, ways.orders, ways.orders + begun)
-        return Paths(edges, orders, self._shared(table, every) if len(edges) > 1 else _NO_PATHS)  # on one axis nothing lies between
+        return Paths(tuple(edges), orders, self._shared(table, every) if len(edges) > 1 else _NO_PATHS)  # on one axis nothing lies between
 
     def _ways(self, table: TensorTable) -> Ways:
         """Those of tensors like that of a table: of equal patterns, whose conversions are as free to be chosen."""

@@ -177,7 +177,7 @@ class Outline:
     def _of(self, table: TensorTable) -> tuple[list[int], list[tuple[int, int]]]:
         key = self._like(table)
         if key not in self._sets:
-            closures, several = [table.closure(i) for i in range(len(table.placements))], id(table) in self._several
+            closures, (_, several) = [table.closure(i) for i in range(len(table.placements))], key
             found = [*closures, table.full] if several else closures
             row = {mask: i for i, mask in reversed(list(enumerate(found)))}
             together = {a | b: (row[a], row[b]) for a, b in combinations(dict.fromkeys(closures if several else ()), 2)}

@@ -57,7 +57,7 @@ class Reach:
         if key not in _patterns:
             _patterns[key] = Pattern(ref, placements, self.states, codes)
         self.pattern = pattern = _patterns[key]
-        between = [Placement(tuple([of[k] for of, k in zip(self.states, code, strict=True)])) for code in pattern.codes[len(placements) :]]
+        between = [Placement(_states(self.states, code)) for code in pattern.codes[len(placements) :]]
         self.all_placements = (*placements, *between)
         self.codes, self.at_code, self.closure = pattern.codes, pattern.at_code, pattern.closure
         self._shared: dict[Hashable, dict[tuple[int, int], Passed]] = {}
@@ -77,18 +77,18 @@ class Reach:
 def _related(states: Sequence[Sequence[State]]) -> Hashable:
     """All that free conversions, and those along one axis, depend on of the states of each axis, by code: whether they split a factor, and which
     factors do not nest."""
-    factors: dict[Hashable, int] = {}
-    split: dict[int, Sharded] = {}  # by factor, a state that splits it
+    split: dict[Hashable, tuple[int, Sharded]] = {}  # by factor: its number, and a state that splits it
 
     def sort(state: State) -> int | type[State]:
-        if not isinstance(state, Sharded):
-            return type(state)
-        number = factors.setdefault((state.dim, state.outer, state.inner, state.cut.units), len(factors))
-        split[number] = state
-        return number
+        return split.setdefault(state.factor, (len(split), state))[0] if isinstance(state, Sharded) else type(state)
 
     sorts = tuple([tuple(map(sort, of)) for of in states])
-    return sorts, tuple(map(compatible, combinations(split.values(), 2))) if len(states) > 1 else ()
+    return sorts, tuple(map(compatible, combinations([s for _, s in split.values()], 2))) if len(states) > 1 else ()
+
+
+def _states(states: Sequence[Sequence[State]], code: Sequence[int]) -> tuple[State, ...]:
+    """Those of a code. states: of each axis."""
+    return tuple([of[k] for of, k in zip(states, code, strict=True)])
 
 
 class Pattern:
@@ -100,7 +100,7 @@ class Pattern:
         self._ref, self._states, self._axes = ref, states, range(len(states))
         own = {code for code, p in zip(codes, placements, strict=True) if not p.nest}
         several = product(*(range(len(of)) for of in states)) if len(states) > 1 else ()
-        ways = ((code, tuple([of[k] for of, k in zip(states, code, strict=True)])) for code in several if code not in own)
+        ways = ((code, _states(states, code)) for code in several if code not in own)
         between = {code: Placement(at) for code, at in ways if compatible(at)}
         self._every = (*placements, *between.values())
         self.codes = [*codes, *between]

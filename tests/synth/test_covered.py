@@ -39,17 +39,20 @@ def toys() -> Iterator[Synthesis]:
         yield used_often(seed)
 
 
-def real(view: str, exposed: float = 1.0) -> Iterator[Synthesis]:
+SOURCES = ["toys", "flat", "2x2", pytest.param("2x2, two layers", marks=pytest.mark.slow)]
+
+
+def real(source: str, exposed: float = 1.0) -> Iterator[Synthesis]:
     """At shares in proportion to speed, and at even ones."""
-    attention, cnn = Attention(mask="float"), CNN()
-    for of in (gpt(view, 2 if view == "flat" else 1), case(cnn, cnn.example(8), view), case(attention, attention.example(6), view)):
+    view, attention, cnn = source.split(",")[0], Attention(mask="float"), CNN()
+    for of in (gpt(view, 1 if source == "2x2" else 2), case(cnn, cnn.example(8), view), case(attention, attention.example(6), view)):
         for part, prices in ((exposed, None), (0.0, (1e-9,) * of.problem.terms.kinds)):
             of.problem.exposed = part
             yield of.domain(prices)
         yield Synthesis(of.problem, of.shares, None, capacity=(1e6,) * of.problem.terms.kinds)
 
 
-@pytest.mark.parametrize("source", ["toys", "flat", "2x2"])
+@pytest.mark.parametrize("source", SOURCES)
 def test_nothing_has_spent_less_than_the_bound_says(source: str) -> None:
     """And what is available afterwards depends on the choice alone, unless a parameter is stored that is used again."""
     checked = exact = unknown = 0
@@ -73,7 +76,7 @@ def test_nothing_has_spent_less_than_the_bound_says(source: str) -> None:
     assert exact > checked / 4 and unknown < checked
 
 
-@pytest.mark.parametrize("source", ["toys", "flat", "2x2"])
+@pytest.mark.parametrize("source", SOURCES)
 def test_conversions_that_others_cover_are_not_priced(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All options are there, in the same order, with far fewer conversions priced."""
     monkeypatch.setattr(moves, "PRICED", 0)
@@ -99,7 +102,7 @@ def test_conversions_that_others_cover_are_not_priced(source: str, monkeypatch: 
     assert asked > 250 and priced < 0.9 * every
 
 
-@pytest.mark.parametrize("source", ["toys", "flat", "2x2"])
+@pytest.mark.parametrize("source", SOURCES)
 def test_searches_are_the_same(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what would have been dominated is not made: programs, and the nodes that searches look at, are those without."""
 
