@@ -1,14 +1,14 @@
 """Plans as JSON, strictly: `encode` and `decode` are inverse on the project's frozen data, and nothing else passes.
 
-In: objects made of the classes in `CLASSES`, None, bool, int, float, str, tuples, lists, frozensets, mappings. Out: JSON values
+In: objects made of the classes in `CLASSES`, None, bool, int, float, complex, str, tuples, lists, frozensets, mappings. Out: JSON values
 
     {"table": [{"$class": "Row", "kind": "compute", ...}, ...], "root": {"$": 7}}
 
 Each different object (or enum member) is one entry of the table and is referred to by number, {"$": 7}; entries come after those they
 refer to, so there are no cycles and one pass decodes them. A GPT-2 plan has some 100 000 small objects, nearly all repetitions.
 JSON lists are tuples, {"$list": []} are lists, {"$set": []} frozensets, {"$map": [[k, v]]} mappings with keys that are not text (or
-look like tags), {"$float": "inf"} what JSON cannot say. Invariant: decode(encode(x)) == x, with the same types, and every field has a
-value of its annotated type; whatever else is in a file is a PlanError that names the path. No pickle, no eval, no import by name.
+look like tags), {"$float": "inf"} and {"$complex": [1.0, 2.0]} what JSON cannot say. Invariant: decode(encode(x)) == x, with the same types, and
+every field has a value of its annotated type; whatever else is in a file is a PlanError that names the path. No pickle, no eval, no import by name.
 
 A file adds a format, a version and the sha256 of its content. The hash finds damage, not malice: `Plan.verify` proves plans.
 """
@@ -95,6 +95,8 @@ class _Encoder:
             return v
         if isinstance(v, float):  # numpy's float64 is one
             return float(v) if math.isfinite(v) else {"$float": repr(float(v))}
+        if kind is complex:
+            return {"$complex": [self.value(x, path) for x in (v.real, v.imag)]}
         if kind is tuple:
             return [self.value(x, f"{path}[{i}]") for i, x in enumerate(v)]
         if CLASSES.get(kind.__name__) is kind:
@@ -200,6 +202,12 @@ class _Decoder:
             raise PlanError(f"is {_shown(v)}", where=path, allowed="inf, -inf, nan")
         return float(v)
 
+    def as_complex(self, v: Any, path: str) -> complex:
+        parts = [self.value(x, path) for x in _expect(v, list, path)]
+        if len(parts) != 2 or any(type(x) is not float for x in parts):
+            raise PlanError(f"is {_shown(v)}", where=path, allowed="the real and the imaginary part")
+        return complex(*parts)
+
     def hashable(self, v: Any, path: str) -> Any:
         value = self.value(v, path)
         try:
@@ -234,6 +242,7 @@ _TAGS: Mapping[str, Callable[[_Decoder, Any, str], Any]] = {
     "$set": _Decoder.as_set,
     "$map": _Decoder.as_map,
     "$float": _Decoder.as_float,
+    "$complex": _Decoder.as_complex,
 }
 
 
@@ -284,7 +293,7 @@ def _check(annotation: Any) -> Check:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         key, value = map(_check, args)
         return lambda v: isinstance(v, Mapping) and all(map(key, v)) and all(map(value, v.values()))
-    assert annotation in (bool, int, str, tuple, list, dict) or is_dataclass(annotation) or issubclass(annotation, Enum), annotation
+    assert annotation in (bool, int, complex, str, tuple, list, dict) or is_dataclass(annotation) or issubclass(annotation, Enum), annotation
     return lambda v: type(v) is annotation
 
 

@@ -55,10 +55,13 @@ class TensorRef:
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "complex128": 16, "complex64": 8,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 
 FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
+COMPLEX = frozenset({"complex128", "complex64"})
+CONTINUOUS = FLOATING | COMPLEX  # what has gradients, and may be a sum of what devices have
 
 # Their first operands are input, weight and bias; a weight without channels is refused, or taken for one that makes no channels.
 CONVOLUTIONS = frozenset({f"aten.{name}{n}d" for name in ("conv", "conv_transpose") for n in (1, 2, 3)} | {"aten.convolution"})
@@ -79,7 +82,7 @@ class TorchConst:
     name: str
 
 
-# Argument values: None, bool, int, float, str, Ref, TorchConst, nested tuples of these; in plans also LocalShape, LocalSize, LocalOffset, Axes...
+# Argument values: None, bool, int, float, complex, str, Ref, TorchConst, nested tuples of these; in plans also LocalShape, LocalSize, Axes...
 Value = Any
 
 
@@ -270,7 +273,7 @@ class Graph:
     input_names: tuple[str, ...]
     batch: int
     mode: Literal["train", "eval"]
-    constants: Mapping[str, tuple[float | int | bool, ...]]
+    constants: Mapping[str, tuple[float | int | bool | complex, ...]]
     hash: str
     returns: Container | None = None
     probed: tuple[Probed, ...] = ()

@@ -25,7 +25,7 @@ from hapx.cost.model import OWN_SPEED, CostModel
 from hapx.cost.remat import with_blocks
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError, PlanError
-from hapx.ir import FLOATING, Graph, Kind, TensorRef
+from hapx.ir import CONTINUOUS, Graph, Kind, TensorRef
 from hapx.lower import Candidate
 from hapx.parts import crossing, part
 from hapx.pipelines import Piece, piece_of
@@ -149,7 +149,7 @@ class Asker:
         """Up to every node, FLOPs by the precision in which they run; and bytes of parameters with what belongs to them, by first use."""
         graph, asked = self.asked.graph, self.asked
         flops = node_flops(graph)
-        own = [d if (d := n.outputs[0].dtype) in OWN_SPEED else asked.precision for n in graph.nodes]
+        own = [OWN_SPEED.get(n.outputs[0].dtype, asked.precision) for n in graph.nodes]
         by = {p: np.concatenate([[0.0], np.cumsum(np.where([q == p for q in own], flops, 0.0))]) for p in dict.fromkeys(own)}
         held = np.zeros(len(graph.nodes) + 1)
         for ref in graph.of_kind(Kind.PARAMETER):
@@ -184,7 +184,7 @@ class Asker:
         """Per boundary, bytes forward and backward."""
         found = []
         for refs in self._received:
-            back = sum(r.bytes for r in refs if r.requires_grad and r.dtype in FLOATING) if self.asked.graph.mode == "train" else 0
+            back = sum(r.bytes for r in refs if r.requires_grad and r.dtype in CONTINUOUS) if self.asked.graph.mode == "train" else 0
             found.append((float(sum(r.bytes for r in refs)), float(back)))
         return found
 

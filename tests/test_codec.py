@@ -176,6 +176,10 @@ def test_numbers_json_cannot_say() -> None:
     again = decode(json.loads(json.dumps(encode((math.inf, -math.inf, math.nan)), allow_nan=False)))
     assert again[:2] == (math.inf, -math.inf)
     assert math.isnan(again[2])
+    turns = (1 + 2j, -0.5j, complex(0.0, math.inf))
+    again = decode(json.loads(json.dumps(encode(turns), allow_nan=False)))
+    assert again == turns
+    assert types_of(again) == types_of(turns)
 
 
 def test_one_and_one_point_zero_stay_apart() -> None:
@@ -247,6 +251,7 @@ DAMAGE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (setter("Cut", "row", {"$pickle": ""}), r"unknown tag in \{'\$pickle': ''\}; allowed: \$"),
     (setter("Cut", "row", {"$": 0, "x": 1}), "unknown tag"),
     (setter("Plan", "shares", [{"$float": "1.0"}, 0.5]), r"is '1\.0'; allowed: inf, -inf, nan"),
+    (setter("Plan", "shares", [{"$complex": [1.0]}, 0.5]), r"is \[1\.0\]; allowed: the real and the imaginary part"),
     (setter("Stage", "shares", {"$map": [[1]]}), r"\.shares\[0\]: 1 values; allowed: a key and a value"),
     (setter("Stage", "shares", {"$map": [[{"$list": []}, 1]]}), "cannot be a key"),
     (setter("Stage", "shares", {"$map": {}}), "a JSON list"),

@@ -85,13 +85,18 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 def _flat(t: Tensor) -> Tensor:
     """The elements of `t` in one row, as bytes where the backend does not know the dtype."""
-    flat = t.detach().contiguous().reshape(-1)
+    flat = t.detach().resolve_conj().contiguous().reshape(-1)
     return flat if flat.dtype in _MOVABLE else flat.view(torch.uint8)
 
 
 def _addable(t: Tensor) -> Tensor:
     """`t` in a dtype that backends can add: booleans and short integers are widened."""
     return t.detach() if t.dtype in _MOVABLE else t.detach().to(torch.int32)
+
+
+def _real(t: Tensor) -> Tensor:
+    """The same memory, of complex numbers as pairs of real ones, which backends can add."""
+    return torch.view_as_real(t).reshape(-1) if t.is_complex() else t
 
 
 def _sizes(t: Tensor, flat: Tensor, lengths: Sequence[int]) -> list[int]:
@@ -123,6 +128,8 @@ class ProcessGroupCommunicator:
 
     @lost_rank()
     def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
+        if t.is_complex():
+            return torch.view_as_complex(self.all_reduce(torch.view_as_real(t.detach().resolve_conj()), op))
         result = _addable(t).clone(memory_format=torch.contiguous_format)
         if result.numel():
             dist.all_reduce(result, _OPERATIONS[op], group=self.group)
@@ -177,6 +184,8 @@ class ProcessGroupCommunicator:
     @lost_rank()
     def reduce_scatter(self, t: Tensor, lengths: Sequence[int], form: Form = Form.PADDED) -> Tensor:
         assert t.shape[0] == sum(lengths), (tuple(t.shape), lengths)
+        if t.is_complex():
+            return torch.view_as_complex(self.reduce_scatter(torch.view_as_real(t.detach().resolve_conj()), lengths, form))
         flat = _addable(t).contiguous().reshape(-1)
         sizes = [length * math.prod(t.shape[1:]) for length in lengths]
         reduce = {Form.PADDED: self._reduce_padded, Form.GROUPED: self._reduce_grouped, Form.POINT_TO_POINT: self._reduce_directly}[form]
@@ -226,20 +235,20 @@ class ProcessGroupCommunicator:
 
     @lost_rank()
     def all_reduce_async(self, t: Tensor) -> Handle:
-        assert t.is_contiguous() and t.dtype in _MOVABLE, (t.shape, t.stride(), t.dtype)
-        return _Running(dist.all_reduce(t, group=self.group, async_op=True), t)
+        assert t.is_contiguous() and _real(t).dtype in _MOVABLE, (t.shape, t.stride(), t.dtype)
+        return _Running(dist.all_reduce(_real(t), group=self.group, async_op=True), t)
 
     @lost_rank()
     def reduce_scatter_async(self, t: Tensor) -> Handle:
-        assert t.dim() == 1 and t.is_contiguous() and t.dtype in _MOVABLE and t.numel() % self.size == 0, (t.shape, t.dtype, self.size)
+        assert t.dim() == 1 and t.is_contiguous() and _real(t).dtype in _MOVABLE and t.numel() % self.size == 0, (t.shape, t.dtype, self.size)
         own = t.new_empty(t.numel() // self.size)
-        return _Running(_reduce_scatter_equal(own, t, group=self.group, async_op=True), own)
+        return _Running(_reduce_scatter_equal(_real(own), _real(t), group=self.group, async_op=True), own)
 
     @lost_rank()
     def all_gather_async(self, t: Tensor) -> Handle:
-        assert t.dim() == 1 and t.is_contiguous() and t.dtype in _MOVABLE, (t.shape, t.dtype)
+        assert t.dim() == 1 and t.is_contiguous() and _real(t).dtype in _MOVABLE, (t.shape, t.dtype)
         whole = t.new_empty(t.numel() * self.size)
-        return _Running(_gather_equal(whole, t, group=self.group, async_op=True), whole)
+        return _Running(_gather_equal(_real(whole), _real(t), group=self.group, async_op=True), whole)
 
     @lost_rank()
     def barrier(self) -> None:

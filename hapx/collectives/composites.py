@@ -47,7 +47,7 @@ def mean(self: Tensor, dim: Sequence[int] | None, keepdim: bool, count: int, dty
 def weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
     """v / |v| * g, with one norm for each slice along `dim` (-1: one for all of v)."""
     others = [d for d in range(v.dim()) if d != dim]
-    return v * (g / v.square().sum(others, keepdim=dim != -1).sqrt())
+    return v * (g / (v * v.conj()).real.sum(others, keepdim=dim != -1).sqrt())
 
 
 COMPOSITES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(

@@ -43,7 +43,7 @@ class Conversion(torch.nn.Module):
         source_block: cut of the source, if it is Sharded: of the tensor as it would be local without this axis.
         target_block: cut of the target, if it is Sharded.
         tensor: name of the tensor, for people.
-        sum_dtype: in which cotangents are summed over devices; None: their own.
+        sum_dtype: in which real cotangents are summed over devices; None: their own.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Conversion(torch.nn.Module):
 
     def run_backward(self, cotangent: Tensor) -> Tensor:
         """Its transpose, not differentiable."""
-        if self.sum_dtype is None or self.backward_name not in ("all_reduce", "reduce_scatter"):
+        if self.sum_dtype is None or cotangent.is_complex() or self.backward_name not in ("all_reduce", "reduce_scatter"):
             return self._run(self.backward_name, cotangent, self.target_block, self.source_block)
         return self._run(self.backward_name, cotangent.to(self.sum_dtype), self.target_block, self.source_block).to(cotangent.dtype)
 

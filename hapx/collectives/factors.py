@@ -88,10 +88,10 @@ class _Linear:
         return F.linear(x, weight, bias)
 
     def of_input(self, cotangent: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return cotangent @ weight
+        return cotangent @ weight.conj()
 
     def of_weight(self, cotangent: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return _rows(cotangent).T @ _rows(x)
+        return _rows(cotangent).T @ _rows(x).conj()
 
     def of_bias(self, cotangent: Tensor, bias: Tensor) -> Tensor:
         return _rows(cotangent).sum(0)
@@ -101,8 +101,8 @@ class _Linear:
 class _Matmul:
     """alpha x @ weight + beta bias; the bias broadcast over rows."""
 
-    alpha: float = 1
-    beta: float = 1
+    alpha: complex = 1
+    beta: complex = 1
 
     def result(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None:
@@ -110,16 +110,16 @@ class _Matmul:
         return self._scaled(x @ weight, self.alpha)
 
     def of_input(self, cotangent: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return self._scaled(cotangent @ weight.T, self.alpha)
+        return self._scaled(cotangent @ weight.mH, self.alpha.conjugate())
 
     def of_weight(self, cotangent: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return self._scaled(_rows(x).T @ _rows(cotangent), self.alpha)
+        return self._scaled(_rows(x).mH @ _rows(cotangent), self.alpha.conjugate())
 
     def of_bias(self, cotangent: Tensor, bias: Tensor) -> Tensor:
-        return self._scaled(cotangent.sum_to_size(bias.shape), self.beta)
+        return self._scaled(cotangent.sum_to_size(bias.shape), self.beta.conjugate())
 
     @staticmethod
-    def _scaled(t: Tensor, factor: float) -> Tensor:
+    def _scaled(t: Tensor, factor: complex) -> Tensor:
         return t if factor == 1 else t * factor
 
 
@@ -138,7 +138,7 @@ def matmul_sfb(self: Tensor, other: Tensor, gather: Communicator | None, block: 
 
 
 def addmm_sfb(
-    self: Tensor, mat1: Tensor, mat2: Tensor, beta: float, alpha: float, rows: bool, gather: Communicator | None, block: Block | None,
+    self: Tensor, mat1: Tensor, mat2: Tensor, beta: complex, alpha: complex, rows: bool, gather: Communicator | None, block: Block | None,
     form: Form | str = Form.PADDED,
 ) -> Tensor:  # fmt: skip
     """torch.addmm; `block` cuts the rows of `mat1`. rows: `self` has rows of its own, cut like them; else it is Invariant and one for all rows."""

@@ -221,4 +221,4 @@ class _Running:
 
 def _bytes(t: Tensor) -> Tensor:
     """The elements in one row, as bytes, which every backend can send; of a contiguous tensor, the same memory."""
-    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+    return t.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)

@@ -16,7 +16,8 @@ from hapx.cost.contractions import CONTRACTIONS, STATES_KEPT
 from hapx.cost.once import once_per_node
 from hapx.cost.saves import KEPT_INSIDE
 from hapx.cost.strides import ATTENTION, VIEWS, is_viewed, once_per_kind
-from hapx.ir import CONVOLUTIONS, DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
+from hapx.cost.transforms import SPECTRAL, kept_copies
+from hapx.ir import COMPLEX, CONVOLUTIONS, DTYPE_BYTES, Graph, Kind, Node, OpCall, Ref, TensorRef
 
 COPIED_IF_STRIDED = frozenset({"aten.reshape", "aten.flatten", "aten.view_as"})
 CASTS = frozenset({"aten.to", "aten._to_copy", "aten.type_as"})
@@ -34,6 +35,7 @@ MASKED = {"aten.dropout": None, "aten.alpha_dropout": None, "aten.feature_dropou
 RANDOM_TENSORS = frozenset({"aten.rand", "aten.randn", "aten.randint"})
 DRAWN = 200.0  # bytes that are read and written for a random word: some 12 operators on 64-bit numbers (`hapx.collectives.rng`)
 SPARSE_TABLE = "aten.embedding"
+OF_COMPLEX = 4.0  # times the FLOPs of a product of real numbers
 
 # passes over the first operand, beyond reading every operand and writing every result once: (forward, backward, beyond twice that). A softmax reads
 # its rows for the maximum, for the sum and for the result; a cross entropy's backward fills the gradient of the log-softmax with zeros first.
@@ -150,6 +152,8 @@ def _work(graph: Graph, node: Node) -> Work:
     if (count := _drawn(graph, node)) > 0:
         moved.append((node.outputs[0].name, DRAWN * count))
     forward, backward, of_weight, kernels = _flops(graph, node)
+    if node.outputs[0].dtype in COMPLEX:
+        forward, backward, of_weight = OF_COMPLEX * forward, OF_COMPLEX * backward, OF_COMPLEX * of_weight
     if not gradient:
         return Work(forward, 0.0, 0.0, tuple(moved), (), 0)
     return Work(forward, backward, of_weight, tuple(moved), back, kernels)
@@ -246,6 +250,8 @@ def hidden(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
         logits = tensor(graph, call, "self")
         assert logits is not None
         return ((logits.name, float(logits.bytes)),)  # log-softmax
+    if call.op in SPECTRAL:
+        return kept_copies(graph, node)
     if call.op in KEPT_INSIDE:
         argument, factor = KEPT_INSIDE[call.op]
         operand = tensor(graph, call, argument)

@@ -29,7 +29,7 @@ from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
 from hapx.cost.rounds import Folded, short, whole
 from hapx.cost.terms import Vector
-from hapx.ir import FLOATING, Graph, Kind, Node, OpCall
+from hapx.ir import CONTINUOUS, Graph, Kind, Node, OpCall
 from hapx.plan import Communication, Program, Triple
 from hapx.states import Placement
 
@@ -344,7 +344,7 @@ class _Walk:
         (source,), (target,) = self.pre[k], self.post[k]
         ref, route = self.refs[source], self._route(k, source, path)
         current = self.cotangents.pop(target, None)
-        if not ref.requires_grad or ref.dtype not in FLOATING or any(not c.gradient for c in path):
+        if not ref.requires_grad or ref.dtype not in CONTINUOUS or any(not c.gradient for c in path):
             self.heap.release(current)
             return
         for hop in reversed(route.hops):

@@ -18,8 +18,9 @@ from hapx.cost.compute import FACTORS, copied_operands, differentiable, hidden, 
 from hapx.cost.once import once
 from hapx.cost.saves import SAVES_OF_SMALL
 from hapx.cost.strides import ATTENTION, VIEWS, once_per_kind
+from hapx.cost.transforms import SPECTRAL, kept_operands
 from hapx.errors import HapError
-from hapx.ir import FLOATING, Graph, Kind, Node, Region, TensorRef, iter_refs
+from hapx.ir import COMPLEX, CONTINUOUS, Graph, Kind, Node, Region, TensorRef, iter_refs
 
 # part of a device's memory that is not planned with
 RESERVE = 0.1
@@ -88,7 +89,7 @@ def storage_bytes(ref: TensorRef, states: int, training: bool) -> float:
     """Bytes of a parameter (with gradient and optimizer state), of a buffer, or of what another stage sends, whole."""
     if not (training and ref.requires_grad) or ref.kind is Kind.RECEIVED:
         return float(ref.bytes)
-    return 2.0 * ref.bytes + 4.0 * states * ref.size
+    return 2.0 * ref.bytes + 4.0 * states * ref.size * (2 if ref.dtype in COMPLEX else 1)
 
 
 def saved(node: Node, graph: Graph) -> tuple[str, ...]:
@@ -119,6 +120,8 @@ def _saved(graph: Graph, node: Node) -> tuple[str, ...]:
         if divisor is None:
             return ()
         return (refs[0].name, divisor.name) if divisor.requires_grad else (divisor.name,)
+    if call.op in SPECTRAL:
+        return kept_operands(graph, node)
     if call.op == "aten.pad":
         return (refs[0].name,) if call["mode"] in ("reflect", "replicate") else ()
     if call.op.startswith("aten.adaptive_avg_pool"):
@@ -126,7 +129,7 @@ def _saved(graph: Graph, node: Node) -> tuple[str, ...]:
     if (keeps := SAVES.get(call.target, SAVES.get(call.op))) is not None:
         outputs = {"out": node.outputs[0].name, "out1": node.outputs[-1].name}
         return tuple(name for kept in keeps for name in ([outputs[kept]] if kept in outputs else [r.name for r in iter_refs(call.get(kept))]))
-    return tuple(r.name for r in refs if r.dtype in FLOATING)
+    return tuple(r.name for r in refs if r.dtype in CONTINUOUS)
 
 
 def base_of(graph: Graph, name: str) -> str | None:

@@ -16,6 +16,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -42,8 +43,8 @@ from hapx.theory.triple import Theory
 from hapx.transposes import backward_collective, forward_collective
 
 MEAN = 1
-# dtypes that have a speed of their own whatever precision float32 products run at
-OWN_SPEED = frozenset({"float16", "bfloat16", "float64"})
+# dtypes that have a speed of their own whatever precision float32 products run at, and whose speed that is
+OWN_SPEED = MappingProxyType({**{name: name for name in ("float16", "bfloat16", "float64")}, "complex128": "float64"})
 
 Direction = Literal["forward", "backward", "synchronise"]
 
@@ -247,7 +248,7 @@ class CostModel:
     def _roofline(self, node: Node, flops: Amounts, moved: Amounts, kernels: int) -> Term | None:
         """Seconds of an operator that does so many FLOPs and moves so many bytes. Alike ones share it."""
         dtype, number = node.outputs[0].dtype, self.number
-        precision = dtype if dtype in OWN_SPEED else self.precision
+        precision = OWN_SPEED.get(dtype, self.precision)
         key = precision, kernels, tuple([(number(p), n) for p, n in flops]), tuple([(number(p), n) for p, n in moved])
         if key not in self._rooflines:
             self._rooflines[key] = self._longest(precision, total(flops, len(self.kinds)), total(moved, len(self.kinds)), kernels)

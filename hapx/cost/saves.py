@@ -11,10 +11,11 @@ from types import MappingProxyType
 _NOTHING = """
     lift_fresh_copy deg2rad rad2deg sign floor ceil round trunc frac zero fill remainder.Scalar fmod.Scalar lerp.Scalar tensor_split concat
     diff tile repeat_interleave diag_embed diag trace tril triu rot90 fliplr flipud meshgrid _unsafe_view ravel l1_loss kl_div
+    conj_physical resolve_conj resolve_neg fft_fftshift fft_ifftshift
     hinge_embedding_loss margin_ranking_loss triplet_margin_loss special_ndtr
 """
-_SELF = "elu hardtanh threshold"
-_OUT = "exp2 expm1 tan special_ndtri"
+_SELF = "elu hardtanh threshold angle"
+_OUT = "exp2 expm1 tan special_ndtri polar"
 _SELF_AND_OUT = """
     sgn special_erfcx special_log_ndtr special_i0e special_i1 special_i1e amax amin prod logsumexp std std_mean norm frobenius_norm
     linalg_vector_norm linalg_norm linalg_matrix_norm copysign cumprod logcumsumexp max min median nanmedian
@@ -38,6 +39,7 @@ SAVES_OF_SMALL: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **{f"aten.{name}": ("tensor1", "tensor2") for name in ["addcmul", "addcdiv"]},
         **{f"aten.{name}": ("index", "source") for name in ["index_add", "index_copy", "put"]},
         **{f"aten.{name}": ("self", "target", "weight") for name in ["nll_loss", "nll_loss2d", "nll_loss_nd", "multi_margin_loss"]},
+        "aten.complex": ("real", "imag"),
         "aten.cdist": ("x1", "x2", "out"),
         "aten.masked_scatter": ("mask",),
         "aten.aminmax": ("self", "out", "out1"),

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 from hapx.cost.once import once, once_per
-from hapx.ir import Graph, Node, TensorRef
+from hapx.cost.transforms import FRAMED
+from hapx.ir import COMPLEX, Graph, Node, TensorRef
 from hapx.theory.ops.pointwise import POINTWISE
 from hapx.theory.ops.views import MOVES
 from hapx.theory.registry import Context
@@ -22,12 +23,15 @@ from hapx.theory.registry import Context
 Strides = tuple[int, ...]  # in elements, per dim; of a dim of size 1 it means nothing
 ATTENTION = "aten.scaled_dot_product_attention"
 RESHAPES = frozenset({"aten.reshape", "aten.flatten", "aten.unflatten", "aten.view", "aten.view_as", "aten.unsqueeze", "aten.squeeze"})
-_SAME = frozenset({"aten.alias", "aten.detach"})
+_SAME = frozenset({"aten.alias", "aten.detach", "aten._conj", "aten.conj"})
 _SPLITS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk"})
+_WRITTEN = frozenset({"aten.slice_scatter", "aten.select_scatter"})  # copies of their operand that lie as it does
 _CUTS = frozenset({"aten.slice", "aten.narrow"})
 _EXPANDS = frozenset({"aten.expand", "aten.expand_as", "aten.broadcast_to"})
 _SCATTERED = frozenset({"aten.diagonal", "aten.unfold"})  # views whose elements lie in no simple order
-_STRIDING = frozenset(MOVES) | _SPLITS | _CUTS | _EXPANDS | _SCATTERED  # may make other strides of contiguous ones
+PAIRS = frozenset({"aten.view_as_real", "aten.view_as_complex"})
+_PARTS = frozenset({"aten.real", "aten.imag"})  # of complex numbers: every second real one
+_STRIDING = frozenset(MOVES) | _SPLITS | _CUTS | _EXPANDS | _SCATTERED | PAIRS | _PARTS  # may make other strides of contiguous ones
 VIEWS = _STRIDING | RESHAPES | _SAME  # outputs share the storage of their operand (of a reshape, see `is_viewed`)
 
 
@@ -69,7 +73,7 @@ def _lying(graph: Graph) -> tuple[dict[str, Strides | None], list[int]]:
     for number, node in zip(graph.alike, graph.nodes, strict=True):
         key = (number, *[(i, odd[n]) for i, n in enumerate(node.call.refs()) if n in odd])
         if key not in made:
-            own = _made(graph, node, odd) if node.call.op in _STRIDING or len(key) > 1 else []
+            own = _made(graph, node, odd) if node.call.op in _STRIDING or node.call.op == FRAMED or len(key) > 1 else []
             others = {i: s for i, s in enumerate(own) if s is None or not _alike(shape := node.outputs[i].shape, s, contiguous(shape))}
             made[key] = len(made), others
         kind, others = made[key]
@@ -123,6 +127,10 @@ def _made(graph: Graph, node: Node, found: Mapping[str, Strides | None]) -> list
         return usual if own is None and op in RESHAPES else [_seen(node, source, own, o) for o in node.outputs]
     if op == ATTENTION and not node.call.get("dropout_p") and own is not None:
         return [_dense(node.outputs[0].shape, _order(own))]
+    if op == FRAMED:  # frames of frequencies, with these dims exchanged
+        return [_dense(o.shape, (*range(len(o.shape) - 2), len(o.shape) - 1, len(o.shape) - 2)) for o in node.outputs]
+    if op in _WRITTEN:
+        return [own]
     if (node.call.target in POINTWISE or op in POINTWISE) and op != "aten.contiguous":
         return [_kept_order(o, operands, found) for o in node.outputs]
     return usual
@@ -145,6 +153,10 @@ def _seen(node: Node, source: TensorRef, own: Strides | None, out: TensorRef) ->
         return (*own[:dim], own[dim] * call.get("step", 1), *own[dim + 1 :])
     if op in _EXPANDS:
         return _spread(source.shape, own, out.shape)
+    if op == "aten.view_as_complex":
+        return tuple(stride // 2 for stride in own[:-1])
+    if source.dtype in COMPLEX and op in PAIRS | _PARTS:
+        return (*(2 * stride for stride in own), *(1 for _ in out.shape[len(own) :]))
     return own
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from hapx.cost.compute import CASTS, is_view, tensor
 from hapx.cost.compute import hidden as hidden_of_node
 from hapx.cost.memory import saved as saved_by_node
-from hapx.cost.strides import VIEWS
+from hapx.cost.strides import PAIRS, VIEWS
 from hapx.cost.terms import Vector
 from hapx.ir import CONVOLUTIONS, Graph, Node, OpCall
 from hapx.plan import Axes, Form
@@ -56,7 +56,7 @@ def passes_cotangent(graph: Graph, node: Node, position: int) -> bool:
     if op in _SPREAD:
         return False
     if op in VIEWS or op in CASTS or is_view(graph, node):
-        return ref.dtype == out.dtype and (op != "aten.expand" or ref.size == out.size)
+        return (ref.dtype == out.dtype or op in PAIRS) and (op != "aten.expand" or ref.size == out.size)
     if op in _HAND_ON:
         return op in _OF_SHAPES or ref.shape == out.shape
     return op in _FIRST_ONLY and position == 0 and ref.shape == out.shape

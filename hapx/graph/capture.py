@@ -26,7 +26,7 @@ from hapx.graph.normalize import Emitter, live_nodes, tensor_ref
 from hapx.graph.normalize_flatten import Flattener, Slot
 from hapx.graph.regions import Mark, find_boundaries, find_regions
 from hapx.graph.segments import find_blocks, graph_hash
-from hapx.ir import FLOATING, Graph, Kind, Node, Output, TensorRef
+from hapx.ir import CONTINUOUS, Graph, Kind, Node, Output, TensorRef
 
 MAX_CONSTANT = 1_000_000  # elements
 
@@ -115,7 +115,7 @@ class _Assembler:
         used = set(self.names.first)
         self.input_names = tuple(unique_name(name, used) for name in self.inputs.names)
         self.emitter = Emitter(used, self.traced.device)
-        self.constants: dict[str, tuple[float | int | bool, ...]] = {}
+        self.constants: dict[str, tuple[float | int | bool | complex, ...]] = {}
         self.buffers: dict[str, Slot] = {}
         flattener = Flattener(self.traced.prefix)
         results = flattener.run(self.traced.program.graph_module, self._roots(used), Mark())
@@ -145,7 +145,7 @@ class _Assembler:
                 name, given = next(pending)
                 ref = tensor_ref(name, fake, Kind.INPUT, f"input {node.name!r}")
                 # mse_loss on meta leaves a mark on the fake target: what the user passed counts
-                ref = replace(ref, requires_grad=given.requires_grad and ref.dtype in FLOATING)
+                ref = replace(ref, requires_grad=given.requires_grad and ref.dtype in CONTINUOUS)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 ref = self._constant(str(spec.target), used)
             else:

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import io
 import linecache
-import logging
 import os
 import random
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -39,6 +37,7 @@ from hapx.graph.capture_inputs import Inputs
 from hapx.graph.capture_outputs import container_of, split_output
 from hapx.graph.capture_refusals import World, is_inside_functorch_grad, refuse_gradients, user_functions
 from hapx.graph.capture_state import Changes, same_module, write_assigned_buffers
+from hapx.graph.quiet import quiet
 from hapx.graph.regions import Mark
 from hapx.ir import Container
 
@@ -235,16 +234,13 @@ def _text(program: ExportedProgram) -> list[str]:
 def _quiet() -> Iterator[None]:
     """No warnings and log lines of the exporter: what matters becomes an error. And no stack for every node, a tenth of its time: places are noted by
     `_Recorder`."""
-    before = logging.root.manager.disable, getattr(fx.config, "do_not_emit_stack_traces", False)
-    logging.disable(logging.CRITICAL)
+    before = getattr(fx.config, "do_not_emit_stack_traces", False)
     fx.config.do_not_emit_stack_traces = True
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with quiet(), redirect_stderr(io.StringIO()):
             yield
     finally:
-        logging.disable(before[0])
-        fx.config.do_not_emit_stack_traces = before[1]
+        fx.config.do_not_emit_stack_traces = before
 
 
 @contextmanager

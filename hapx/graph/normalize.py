@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from hapx.errors import CaptureError, UnsupportedOperatorError
 from hapx.graph import normalize_args as arguments
@@ -31,7 +32,7 @@ from hapx.graph.normalize_autocast import Caster, call_with, fakes
 from hapx.graph.normalize_flatten import Call, Slot, slots_in
 from hapx.graph.normalize_views import Step, View, Views, scatter_into
 from hapx.graph.regions import Mark
-from hapx.ir import DTYPE_BYTES, FLOATING, Kind, Node, OpCall, Ref, TensorRef
+from hapx.ir import CONTINUOUS, DTYPE_BYTES, Kind, Node, OpCall, Ref, TensorRef
 
 
 @dataclass
@@ -116,7 +117,13 @@ class Emitter:
             bound = {k: self._without_grad(v, call) for k, v in bound.items()}
         bound = self._pin_dtype(op, bound)
         bound, casts = self._caster.arguments(op, bound, call)
-        result = call_with(op, fakes(bound, casts))
+        try:
+            result = call_with(op, fakes(bound, casts))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CaptureError(
+                f"{name_of(op)} looks at values, so the computation depends on the values of a tensor", where=call.where,
+                hint="use torch.where or a mask, or operators that do not check what they are given",
+            ) from error  # fmt: skip
         slots = [out] if isinstance(out, Slot) else list(out)
         results = [result] if isinstance(result, Tensor) else list(result)
         assert len(slots) == len(results), (name_of(op), len(slots), len(results))
@@ -284,13 +291,23 @@ class Emitter:
             if step.written is None:
                 self._compute(call, view.op, {"self": renamed[view.source], **view.rest}, out)
             else:
-                scattered = scatter_into(view, self._value(step.name), renamed[step.written])
-                assert scattered is not None
-                self._compute(call, *scattered, out)
+                self._scatter(call, view, self._value(step.name), renamed[step.written], out)
             self._join(out, target)
             renamed[step.name] = out
         views.rename({old: slot.name for old, slot in renamed.items()})
         return renamed
+
+    def _scatter(self, call: Call, view: View, base: Slot, value: Slot, out: Slot) -> None:
+        """`base` with `value` in the place of a view. Of complex numbers as pairs of real ones: for scatters of others torch has no gradients."""
+        scattered = scatter_into(view, base, value)
+        assert scattered is not None and base.fake is not None
+        op, bound = scattered
+        if "src" not in bound or not base.fake.is_complex():
+            self._compute(call, op, bound, out)
+            return
+        compute, rank = self._computing(call), base.fake.dim()
+        pairs = {name: compute(torch.ops.aten.view_as_real.default, self=bound[name]) for name in ("self", "src")}
+        self._rename(compute(torch.ops.aten.view_as_complex.default, self=compute(op, **bound | pairs | {"dim": bound["dim"] % rank})), out)
 
     def _join(self, slot: Slot, target: Slot) -> None:
         """The slot's value is on the memory of `target` from now on."""
@@ -404,7 +421,7 @@ def tensor_ref(name: str, fake: Tensor, kind: Kind, where: str) -> TensorRef:
     if dtype not in DTYPE_BYTES or fake.layout is not torch.strided:
         what = dtype if dtype not in DTYPE_BYTES else str(fake.layout).removeprefix("torch.")
         raise CaptureError(f"a {what} tensor", where=where, allowed=f"dense tensors of {', '.join(DTYPE_BYTES)}")
-    return TensorRef(name, tuple(int(n) for n in fake.shape), dtype, kind, bool(fake.requires_grad) and dtype in FLOATING)
+    return TensorRef(name, tuple(int(n) for n in fake.shape), dtype, kind, bool(fake.requires_grad) and dtype in CONTINUOUS)
 
 
 def _skips(tensors: Sequence[Slot]) -> bool:

@@ -99,7 +99,7 @@ def plain_value(value: Any, where: str, to_ref: Callable[[Any], Value | None]) -
     """An argument as data. `to_ref`: the Ref of a tensor argument, None for anything else."""
     if (ref := to_ref(value)) is not None:
         return ref
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool | str | complex):
         return value
     if isinstance(value, torch.device):
         return None
@@ -115,8 +115,6 @@ def plain_value(value: Any, where: str, to_ref: Callable[[Any], Value | None]) -
         return float(value)
     if isinstance(value, tuple | list):
         return tuple(plain_value(v, where, to_ref) for v in value)
-    if isinstance(value, complex):
-        raise CaptureError("a complex number", where=where, allowed="real tensors")
     if isinstance(value, torch.Generator):
         raise CaptureError("an operator with its own random generator", where=where, hint="use the default generator")
     raise CaptureError(f"an operator has an argument of type {type(value).__name__}", where=where)

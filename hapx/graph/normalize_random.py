@@ -11,6 +11,7 @@ as torch defines them; values differ from those of its generators. No gradient f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,12 +34,20 @@ class Draws:
         self.device, self.compute = device, compute
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, low: Number = 0.0, high: Number = 1.0) -> Slot:
+        if dtype.is_complex:
+            return self.pairs(lambda: self.uniform(shape, dtype.to_real(), low, high))
         drawn = self.compute(aten.rand.default, size=list(shape), dtype=_floating(dtype), device=self.device)
         return self.cast(self.scaled(drawn, high - low, low), dtype)
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, mean: Slot | Number = 0.0, std: Slot | Number = 1.0) -> Slot:
+        if dtype.is_complex:  # half of the variance in each part
+            return self.scaled(self.pairs(lambda: self.normal(shape, dtype.to_real(), 0.0, math.sqrt(0.5))), std, mean)
         drawn = self.compute(aten.randn.default, size=list(shape), dtype=_floating(dtype), device=self.device)
         return self.cast(self.scaled(drawn, std, mean), dtype)
+
+    def pairs(self, part: Callable[[], Slot]) -> Slot:
+        """Complex numbers, of which each part is drawn."""
+        return self.compute(aten.complex.default, real=part(), imag=part())
 
     def integers(self, low: int, high: int, shape: Sequence[int], dtype: torch.dtype) -> Slot:
         return self.compute(aten.randint.low, low=low, high=high, size=list(shape), dtype=dtype, device=self.device)

@@ -33,7 +33,7 @@ from hapx.layout import Block
 from hapx.plan import Communication, Instruction, Plan, ProgramKey, Triple
 from hapx.runtime.calls import Arguments, Composite, Reading, fill_all, find_operator, on_operands, returns_several
 from hapx.runtime.empty import EmptyCall, EmptyConvolution, accepts, example, kept_operands
-from hapx.runtime.gradients import BUCKET_BYTES, Key, Layout, Pass, Use, bucket_layout
+from hapx.runtime.gradients import BUCKET_BYTES, Key, Layout, Pass, Use, bucket_layout, summed_in
 from hapx.runtime.local import Communicators, Position
 from hapx.runtime.names import Names, identifier
 from hapx.runtime.recompute import Recomputed
@@ -276,7 +276,8 @@ class _Builder:
         key = (ref.name, axes)
         if key not in self.entered:
             entry = Synchronise(key, self.under_way)
-            self.uses.append(Use(key, math.prod(self.position.shape(ref.shape, stored.placement)), self.gradient_dtype or getattr(torch, ref.dtype)))
+            size = math.prod(self.position.shape(ref.shape, stored.placement))
+            self.uses.append(Use(key, size, summed_in(self.gradient_dtype, getattr(torch, ref.dtype))))
             self.entered[key] = self._submodule(f"synchronise_{identifier(ref.name)}", entry, self.top.read(stored), scope=self.top)
         return self.entered[key]
 

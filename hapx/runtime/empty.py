@@ -72,7 +72,7 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: EmptyCall, *operands: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*(operands[i] for i in call.saves))
-        ctx.shapes = [(x.shape, x.dtype, x.device) if x.is_floating_point() else None for x in operands]
+        ctx.shapes = [(x.shape, x.dtype, x.device) if x.is_floating_point() or x.is_complex() else None for x in operands]
         device = operands[0].device
         outputs = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, _ in call.outputs)
         ctx.mark_non_differentiable(*(t for t, (_, _, grad) in zip(outputs, call.outputs, strict=True) if not grad))

@@ -58,6 +58,11 @@ class Use:
     dtype: torch.dtype
 
 
+def summed_in(wanted: torch.dtype | None, own: torch.dtype) -> torch.dtype:
+    """The dtype in which a parameter's gradient is summed, where one is wanted for all: complex ones keep theirs."""
+    return own if wanted is None or own.is_complex else wanted
+
+
 def bucket_layout(uses: Sequence[Use], device: torch.device, limit: int = BUCKET_BYTES) -> Layout:
     """Buckets for `uses`, in order of first use in forward: backward meets them in reverse. A bucket is launched when its last
     gradient is there, so buckets are in the order of their last members."""
@@ -78,7 +83,7 @@ class GradientSynchroniser:
     Args:
         parameters: local parameters by name.
         communicators: by axes.
-        dtype: in which gradients are summed over devices; None: the parameter's.
+        dtype: in which gradients are summed over devices (see `summed_in`); None: the parameter's.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], communicators: Communicators, dtype: torch.dtype | None = None):
@@ -239,7 +244,7 @@ class Pass:
         strangers = []  # kept aside by another program, unknown to this one
         for key in sorted(held):
             gradient = held.pop(key).contiguous()
-            gradient = gradient if self.synchroniser.dtype is None else gradient.to(self.synchroniser.dtype)
+            gradient = gradient.to(summed_in(self.synchroniser.dtype, gradient.dtype))
             strangers.append((key, self.synchroniser.communicators[key[1]].all_reduce_async(gradient)))
         for _ in range(STEPS):  # all of them together, so that links inside and between machines are both busy
             self._advance()

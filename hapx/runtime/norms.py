@@ -16,7 +16,8 @@ def clip_grad_norm_(store: ParameterStore, max_norm: float, norm_type: float = 2
     call). Each element of the model counts once, however it is stored."""
     norm_type = float(norm_type)
     named = [(n, p) for n, p in store.module.named_parameters() if p.grad is not None]
-    counted = [p.grad.detach().to(torch.float64) for n, p in named if p.grad is not None and p.grad.numel() and store.counted(n)]
+    gradients = [p.grad.detach() for n, p in named if p.grad is not None and p.grad.numel() and store.counted(n)]
+    counted = [g.to(torch.promote_types(g.dtype, torch.float64)) for g in gradients]
     local = torch.zeros((), dtype=torch.float64, device=store.device)
     if math.isinf(norm_type):
         for g in counted:
@@ -31,4 +32,4 @@ def clip_grad_norm_(store: ParameterStore, max_norm: float, norm_type: float = 2
         assert p.grad is not None
         p.grad.mul_(scale.to(p.grad.dtype))
     dtype = next((p.dtype for p in store.module.parameters()), torch.float32)  # alike on all devices, whatever they have gradients of
-    return total.to(dtype)
+    return total.to(dtype.to_real())

@@ -22,7 +22,7 @@ from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.memory import allocates, converted_again, kept_between_regions, kept_without_regions, saved, states_of
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector as Bytes
-from hapx.ir import FLOATING, Kind, Node, OpCall, TensorRef
+from hapx.ir import CONTINUOUS, Kind, Node, OpCall, TensorRef
 from hapx.layout import Lengths
 from hapx.plan import Communication
 from hapx.states import Partial, Placement
@@ -181,7 +181,7 @@ class Moments(Moves):
         return hops
 
     def _has_cotangent(self, ref: TensorRef) -> bool:
-        return self.training and ref.requires_grad and ref.dtype in FLOATING
+        return self.training and ref.requires_grad and ref.dtype in CONTINUOUS
 
 
 def made(table: TensorTable, mask: int) -> list[int]:

@@ -21,7 +21,7 @@ from itertools import product
 
 import torch
 
-from hapx.ir import FLOATING, OpCall, TensorRef
+from hapx.ir import CONTINUOUS, OpCall, TensorRef
 from hapx.plan import Triple
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Partial, Placement, Sharded, State
 from hapx.theory.conversion import free
@@ -349,7 +349,7 @@ class _Forward:
 
 def _reason(sample: Sample, case: Truth, pre: Sequence[Placement], post: Sequence[Placement]) -> Reason | None:
     for ref, placement in zip((*case.refs, *case.node.outputs), (*pre, *post), strict=True):
-        if ref.dtype not in FLOATING and any(isinstance(s, Partial) for s in placement.states):
+        if ref.dtype not in CONTINUOUS and any(isinstance(s, Partial) for s in placement.states):
             return Reason.INTEGER_PARTIAL
     return sample.excuse
 

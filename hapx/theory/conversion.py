@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import permutations, product
 
-from hapx.ir import FLOATING, Kind, TensorRef
+from hapx.ir import CONTINUOUS, Kind, TensorRef
 from hapx.layout import compatible, followers
 from hapx.plan import Communication, Form, Mesh
 from hapx.states import INVARIANT, REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded, State, is_recut
@@ -59,7 +59,7 @@ def _may_convert(ref: TensorRef, source: Placement, target: Placement) -> bool:
     if ref.mutated:  # a converted copy would be written, not the buffer
         return False
     # integers and booleans are Partial only where an operator sums; a conversion does not make them so
-    return ref.dtype in FLOATING or not any(isinstance(t, Partial) and t != s for s, t in zip(source.states, target.states, strict=True))
+    return ref.dtype in CONTINUOUS or not any(isinstance(t, Partial) and t != s for s, t in zip(source.states, target.states, strict=True))
 
 
 @cache
@@ -192,7 +192,7 @@ def step_is_legal(ref: TensorRef, before: Placement, communication: Communicatio
         return False
     if communication.gradient != ref.requires_grad or (not ref.requires_grad and isinstance(communication.target, Invariant)):
         return False
-    if ref.dtype not in FLOATING and isinstance(communication.target, Partial):
+    if ref.dtype not in CONTINUOUS and isinstance(communication.target, Partial):
         return False
     if communication.form not in _forms(communication.source, communication.target, communication.gradient, ALL_FORMS):
         return False

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from hapx.errors import PlanError
 from hapx.graph.segments import graph_hash
-from hapx.ir import FLOATING, Graph, Kind, MicroBatches, OpCall, Output, Ref, TensorRef, TorchConst
+from hapx.ir import CONTINUOUS, Graph, Kind, MicroBatches, OpCall, Output, Ref, TensorRef, TorchConst
 from hapx.rules import Rule, Site, Slot
 from hapx.states import INVARIANT, PARTIAL, REPLICATED
 from hapx.theory.counts import Count, Whole, calling, casting, counts_graph, from_inputs
@@ -194,7 +194,7 @@ class _Walk:
         found = self.versions[name]
         same = name in self.whole.refs and self.small.refs[name].shape == self.whole.refs[name].shape
         own = found[OWN] if same and not any(isinstance(s, Site) for s in found) else None
-        return found.get(REPLICATED, own) if self.small.refs[name].dtype in FLOATING else None
+        return found.get(REPLICATED, own) if self.small.refs[name].dtype in CONTINUOUS else None
 
     def _made_from_numbers(self, i: int) -> None:
         """Tensors filled with one number have no positions: the part's is a piece of the whole's. Numbers 0, 1, ... of samples are kept apart."""

@@ -142,7 +142,7 @@ def _draw(draw: Draw, generator: torch.Generator) -> Tensor:
         return torch.randint(0, 2, draw.shape, generator=generator).to(dtype)
     x = _normal(draw.shape, dtype, generator) * draw.scale
     if draw.values is Values.POSITIVE:
-        return x.abs() + 0.1
+        return torch.complex(x.real.abs() + 0.1, x.imag) if dtype.is_complex else x.abs() + 0.1
     if draw.values is Values.ABOVE_ONE:
         return x.abs() + 1.1
     if draw.values is Values.ORDERED:
@@ -161,7 +161,7 @@ def _draw(draw: Draw, generator: torch.Generator) -> Tensor:
 
 
 def _normal(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
 
 
 def _gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -252,7 +252,7 @@ def deal(whole: Tensor, placement: Placement, setting: Setting, generator: torch
 
 def _summands(x: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
     """Random tensors, of both signs, whose sum is `x`."""
-    if x.is_floating_point():
+    if x.is_floating_point() or x.is_complex():
         parts = [_normal(x.shape, x.dtype, generator) for _ in range(count - 1)]
     else:
         parts = [torch.randint(-9, 10, x.shape, generator=generator, dtype=x.dtype) for _ in range(count - 1)]
@@ -380,6 +380,8 @@ def _differences(truth: Truth, runs: Sequence[Run], pre: Sequence[Placement], po
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal, not-a-numbers included."""
+    if a.is_complex() and b.is_complex():
+        return same(torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj()))
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 

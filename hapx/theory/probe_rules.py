@@ -19,7 +19,7 @@ from math import gcd, prod
 
 import torch
 
-from hapx.ir import FLOATING, Kind, Node, OpCall, Ref, TensorRef
+from hapx.ir import CONTINUOUS, Kind, Node, OpCall, Ref, TensorRef
 from hapx.rules import Rule, Site, Slot
 from hapx.states import PARTIAL, REPLICATED, Cut, Placement
 from hapx.theory.conversion import free
@@ -170,7 +170,7 @@ def _strongest(trials: Trials, rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 def _slots(ref: TensorRef) -> list[Slot]:
     """States that are tried for a tensor. Integers are Partial only where an operator sums, which none of these is known to do."""
-    partial: list[Slot] = [PARTIAL] if ref.dtype in FLOATING else []
+    partial: list[Slot] = [PARTIAL] if ref.dtype in CONTINUOUS else []
     return [REPLICATED, *partial, *(Site(d) for d, n in enumerate(ref.shape) if n > 1)]
 
 

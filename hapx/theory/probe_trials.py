@@ -16,7 +16,7 @@ from math import gcd, prod
 from torch import Tensor
 
 from hapx.errors import UnsupportedOperatorError
-from hapx.ir import FLOATING, Node, OpCall, TensorRef
+from hapx.ir import COMPLEX, CONTINUOUS, Node, OpCall, TensorRef
 from hapx.rules import Rule, Site, Slot
 from hapx.states import Cut, Placement, Sharded, State
 from hapx.theory.probe import Truth, failure, run_alone, same
@@ -114,7 +114,7 @@ class Trials:
         """Ranges of numbers: normal, beyond thresholds, positive, and with infinities."""
         far = 10.0 * max([1000.0, *map(abs, _numbers(self.call))])
         found: list[Options] = [{}, {"scale": 30.0}, {"scale": far}, {"values": Values.POSITIVE}, {"values": Values.POSITIVE, "scale": 30.0}]
-        if sum(r.dtype in FLOATING for r in self.refs.values()) == 1:  # products of infinities with summands are not linear
+        if sum(r.dtype in CONTINUOUS for r in self.refs.values()) == 1:  # products of infinities with summands are not linear
             # forward only: kernels disagree about gradients where there is no number
             found.append({"values": Values.SPECIAL, "grad": False})
         return found
@@ -172,10 +172,11 @@ class Trials:
         shape = tuple(sizes.get(n, n) for n in ref.shape)
         if ref.dtype == "bool":
             return Draw(shape, "bool", Values.BOOL)
-        if ref.dtype not in FLOATING:
+        if ref.dtype not in CONTINUOUS:
             limit = min((sizes.get(n, n) for n in self.sizes), default=2)  # they may be indices into any dim
             return Draw(shape, ref.dtype, Values.IDS, limit)
-        dtype = ("float64" if ref.dtype == "float64" else "float32") if exact else "float64"
+        narrow, wide = ("complex64", "complex128") if ref.dtype in COMPLEX else ("float32", "float64")
+        dtype = narrow if exact and ref.dtype != wide else wide
         return Draw(shape, dtype, **{"grad": ref.requires_grad, **options})  # type: ignore[arg-type]
 
     def _check_alike(self, first: Truth, second: Truth | None) -> None:
@@ -237,11 +238,11 @@ def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 def _measured(truth: Truth) -> Truth:
     """The truth with the magnitude of its numbers: sums of large ones have large errors."""
     tensors = (*truth.operands, *truth.outputs, *truth.gradients)
-    ordinary = (x[x.abs() < ASTRONOMIC].abs() for x in tensors if x is not None and x.is_floating_point())
+    ordinary = (x[x.abs() < ASTRONOMIC].abs() for x in tensors if x is not None and (x.is_floating_point() or x.is_complex()))
     return replace(truth, magnitude=max([1.0, *(float(x.max()) for x in ordinary if x.numel())]))
 
 
 def _is_telling(truth: Truth, options: Options) -> bool:
     """Whether most numbers of all outputs are finite, as others are equal too easily; or it is meant so."""
-    finite = all(float(o.isfinite().double().mean()) > 0.5 for o in truth.outputs if o.is_floating_point() and o.numel())
+    finite = all(float(o.isfinite().double().mean()) > 0.5 for o in truth.outputs if (o.is_floating_point() or o.is_complex()) and o.numel())
     return finite or options.get("values") is Values.SPECIAL

@@ -16,7 +16,7 @@ from itertools import combinations, permutations, product
 import numpy as np
 import numpy.typing as npt
 
-from hapx.ir import FLOATING, TensorRef
+from hapx.ir import CONTINUOUS, TensorRef
 from hapx.layout import compatible
 from hapx.plan import Mesh
 from hapx.states import Placement, Sharded, State
@@ -39,7 +39,7 @@ def reach(ref: TensorRef, placements: Sequence[Placement]) -> Reach:
 
 def _kind(ref: TensorRef) -> tuple[bool, bool, bool]:
     """What of a tensor its conversions depend on, beside its size."""
-    return ref.requires_grad, ref.mutated, ref.dtype in FLOATING
+    return ref.requires_grad, ref.mutated, ref.dtype in CONTINUOUS
 
 
 class Reach:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hapx.ir import FLOATING, Node, OpCall, Ref, TensorRef
+from hapx.ir import CONTINUOUS, Node, OpCall, Ref, TensorRef
 from hapx.rules import Rule as Rule
 from hapx.rules import Site as Site
 from hapx.rules import Slot as Slot
@@ -121,7 +121,7 @@ def signature_rules(text: str, sum: str = "", linear: str = "", addend: str = ""
         indices = [named[n].indices(len(r.shape)) if n in named else None for n, r in zip(names, context.operands, strict=True)]
         outputs = [o.indices(len(r.shape)) for o, r in zip(_outputs(signature, context.node), context.node.outputs, strict=True)]
         found = [r for index in _indices(indices, outputs) for r in _split(context, names, indices, outputs, index, summed, addends)]
-        if all(o.dtype in FLOATING for o in context.node.outputs):
+        if all(o.dtype in CONTINUOUS for o in context.node.outputs):
             found += _linear(context, names, groups)
         return found
 
@@ -194,7 +194,7 @@ def _linear(context: Context, names: Sequence[str], groups: Sequence[Sequence[st
             continue  # a number in the place of an addend would be added on every device
         operands = tuple(PARTIAL if n in group else REPLICATED for n in names)
         members = [r for n, r in zip(names, context.operands, strict=True) if n in group]
-        if members and all(m.dtype in FLOATING for m in members):
+        if members and all(m.dtype in CONTINUOUS for m in members):
             rules.append(Rule(operands, (PARTIAL,) * len(context.node.outputs)))
     return rules
 

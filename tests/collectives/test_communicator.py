@@ -55,18 +55,52 @@ def exercise(comm: Communicator) -> int:
     return checks
 
 
+def exercise_complex(comm: Communicator) -> int:
+    """Complex numbers that are to be conjugated yet: what moves and what is added up is the conjugate. Returns the number of checks."""
+    m, checks = comm.size, 0
+
+    def number(rank: int, rows: int) -> torch.Tensor:
+        parts = values(rank, rows, torch.float64), values(rank + 1, rows, torch.float64)
+        return torch.complex(*parts).conj()
+
+    for lengths in LENGTHS[m]:
+        pieces, wholes = [number(r, n) for r, n in enumerate(lengths)], [number(r, sum(lengths)) for r in range(m)]
+        total = sum(wholes[1:], wholes[0])
+        own = total.split(list(lengths))[comm.rank]
+        assert torch.equal(comm.all_reduce(wholes[comm.rank]), total)
+        assert torch.equal(comm.broadcast(wholes[comm.rank], m - 1), wholes[m - 1])
+        for form in FORMS:
+            assert torch.equal(comm.all_gather(pieces[comm.rank], lengths, form), torch.cat(pieces)), (lengths, form)
+            assert torch.equal(comm.reduce_scatter(wholes[comm.rank], lengths, form), own), (lengths, form)
+            checks += 2
+        received = comm.all_to_all(wholes[comm.rank], lengths, [lengths[comm.rank]] * m)
+        assert torch.equal(received, torch.cat([t.split(list(lengths))[comm.rank] for t in wholes]))
+    flats = [torch.full((2 * m,), complex(r, 1), dtype=torch.complex64) for r in range(m)]
+    total = sum(flats[1:], flats[0])
+    assert torch.equal(comm.reduce_scatter_async(flats[comm.rank].clone()).wait(), total[:2])
+    assert torch.equal(comm.all_gather_async(flats[comm.rank]).wait(), torch.cat(flats))
+    bucket = flats[comm.rank].clone()
+    assert comm.all_reduce_async(bucket).wait() is bucket and torch.equal(bucket, total)
+    return checks
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_complex_numbers_between_threads(m):
+    assert run_threads(m, exercise_complex, timeout=20) == [6 * len(LENGTHS[m])] * m
+
+
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_primitives_between_threads(m):
     assert run_threads(m, exercise, timeout=20) == [9 * 6 * len(LENGTHS[m])] * m
 
 
 def exercise_processes() -> int:
-    return exercise(ProcessGroupCommunicator())
+    return exercise(ProcessGroupCommunicator()) + exercise_complex(ProcessGroupCommunicator())
 
 
 @pytest.mark.gloo
 def test_primitives_between_gloo_ranks():
-    assert pool(3).run(exercise_processes) == [9 * 6 * len(LENGTHS[3])] * 3
+    assert pool(3).run(exercise_processes) == [(9 + 1) * 6 * len(LENGTHS[3])] * 3
 
 
 CONVERTED = {

@@ -10,9 +10,11 @@ import hapx.theory.ops  # noqa: F401  (fills the registry)
 from hapx.cost.compute import hidden
 from hapx.cost.memory import saved
 from hapx.cost.saves import KEPT_INSIDE, SAVES_OF_SMALL
+from hapx.cost.transforms import SPECTRAL
 from hapx.theory.probe import truth
 from hapx.theory.registry import REGISTRY
 from hapx.theory.samples import Sample
+from hapx.theory.samples.complex_numbers import complex_numbers, transforms
 from hapx.theory.samples.indexing import advanced, indexing
 from hapx.theory.samples.losses import class_losses, row_by_row
 from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, several, with_numbers
@@ -22,7 +24,7 @@ from support.saved import kept_by_autograd
 
 FAMILIES = (
     pointwise, with_numbers, arithmetic, binary, several, casts, class_losses, row_by_row, indexing, advanced, scans, repeats, diagonals,
-    statistics, vectors,
+    statistics, vectors, complex_numbers, transforms,
 )  # fmt: skip
 # what they keep depends on constants (the logarithm of a target, rounding); the model takes the larger
 OTHERWISE = {"aten.kl_div", "aten.div", "aten.take_along_dim"}
@@ -36,6 +38,8 @@ def test_kept_tensors_are_those_of_autograd(family: Callable[[], Iterator[Sample
         case = truth(s)
         names, extra = kept_by_autograd(s)
         assert set(saved(case.node, case.graph)) == names, s
+        if s.call.op in SPECTRAL:
+            assert sum(size for _, size in hidden(case.graph, case.node)) == extra, s
         if s.call.op in KEPT_INSIDE and len({r.shape for r in case.refs}) == 1:
             assert sum(size for _, size in hidden(case.graph, case.node)) == pytest.approx(extra, rel=0.25), s
 

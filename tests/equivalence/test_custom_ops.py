@@ -80,7 +80,7 @@ def test_planned_with_uneven_shares(ratios: tuple[float, ...]) -> None:
     assert uses.unequal
 
 
-@pytest.mark.parametrize("case, mesh, seed", [("gpt", "3", 0), ("gpt", "2x2", 1), ("cross entropy", "2", 2)])
+@pytest.mark.parametrize("case, mesh, seed", [("gpt", "3", 0), ("gpt", "2x2", 1), ("cross entropy", "2", 2), ("phasors", "3", 1)])
 def test_a_table_that_lacks_operators(case: str, mesh: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above with operators of torch: the table without a third of what the model uses."""
     known = CASES[case].graph

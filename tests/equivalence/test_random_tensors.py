@@ -49,13 +49,17 @@ class Streams(TorchFunctionMode):
         return function(shape=shape, dtype=dtype, call=next(self.calls), indices=(None,) * len(shape), rng=self.rng, local_device=CPU)
 
     def rand(self, *shape: Any, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
-        return self.drawn(rand, shape[0] if isinstance(shape[0], list) else shape, dtype)
+        shape = shape[0] if isinstance(shape[0], list | torch.Size) else shape
+        return self.pairs(rand, shape, dtype) if dtype.is_complex else self.drawn(rand, shape, dtype)
+
+    def pairs(self, function: Callable[..., Tensor], shape: Any, dtype: torch.dtype) -> Tensor:
+        return torch.complex(*(self.drawn(function, shape, dtype.to_real()) for _ in range(2)))
 
     def randn(self, shape: Any, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
         return self.drawn(randn, shape, dtype)
 
     def randn_like(self, x: Tensor) -> Tensor:
-        return self.drawn(randn, x.shape, x.dtype)
+        return self.pairs(randn, x.shape, x.dtype) * 0.5**0.5 if x.is_complex() else self.drawn(randn, x.shape, x.dtype)
 
     def randint(self, low: int, high: int, shape: Any, device: Any = None) -> Tensor:
         return self.drawn(partial(randint, low, high), shape, torch.int64)

@@ -64,12 +64,29 @@ class Scan(nn.Module):
         return Mixed().example(batch, seed)
 
 
+class Turned(nn.Module):
+    """Pairs of numbers that are turned as complex ones, in float32, between products that autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.first(x).float().unflatten(-1, (4, 2)))
+        turned = torch.view_as_real(pairs * torch.polar(torch.ones(4, device=x.device), torch.arange(4.0, device=x.device)))
+        return F.cross_entropy(self.second(turned.flatten(1).to(x.dtype)), y)
+
+    def example(self, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        return Mixed().example(batch, seed)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": partial(MLP, (6, 8, 3), dtype=torch.float32),
     "gpt": partial(GPT, 13, 8, 2, 2, 6, dtype=torch.float32),
     "cnn": partial(CNN, dtype=torch.float32),
     "mixed": Mixed,
     "scan": Scan,
+    "turned": Turned,
     "bfloat16 mlp": partial(MLP, (6, 8, 3), dtype=torch.bfloat16),
 }
 
@@ -100,6 +117,11 @@ def test_the_graph_computes_what_autocast_computes(name: str, dtype: torch.dtype
         assert torch.allclose(p.grad, q.grad, rtol=0, atol=2 * torch.finfo(torch.bfloat16).eps * float(q.grad.abs().max())), n
     for p, q in zip(graph_model.buffers(), plain.buffers(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_what_is_tried_with_dtypes_that_an_operator_does_not_take_is_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    captured(Turned(), Turned().example(5), torch.bfloat16)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_autocast_changes_something() -> None:

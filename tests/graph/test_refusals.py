@@ -191,12 +191,8 @@ def hidden_random(m: Model, h: Tensor) -> Tensor:
 # ---- kinds of tensors ---------------------------------------------------------------------------------------------------------------
 
 
-def fft(m: Model, h: Tensor) -> Tensor:
-    return torch.fft.rfft(h).abs().mean()
-
-
-def complex_number(m: Model, h: Tensor) -> Tensor:
-    return (h * 1j).abs().mean()
+def eighth(m: Model, h: Tensor) -> Tensor:
+    return h.to(torch.float8_e4m3fn).float().mean() + h.mean()
 
 
 def sparse(m: Model, h: Tensor) -> Tensor:
@@ -316,7 +312,7 @@ REFUSED: list[tuple[Forward, str]] = [
     *((f, RANDOM) for f in (poisson, cauchy)),
     (own_generator, "forward uses an object that is no tensor (custom_obj); a random generator, a quantized or a scripted module"),
     (hidden_random, "hapx_tests.jitter.default gives other values each time: it is random, and has no rule; replace it"),
-    *((f, "a complex64 tensor; allowed: dense tensors of float64, float32") for f in (fft, complex_number)),
+    (eighth, "a float8_e4m3fn tensor; allowed: dense tensors of float64, float32"),
     (sparse, "a sparse_coo tensor; allowed: dense tensors of float64, float32"),
     *((f, "nested tensors cannot be captured; use a padded tensor and a mask") for f in (nested, jagged)),
     (strided, "aten.as_strided.default is dependent on strides and has no rule; replace it"),
@@ -411,10 +407,10 @@ def test_hooks_on_gradients() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_quantized_and_complex_modules() -> None:
+def test_quantized_modules() -> None:
     model = Model(mean)
-    model.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
-    assert "parameter 'phase': a complex64 tensor" in refusal(model)
+    model.register_parameter("scale", nn.Parameter(torch.zeros(2, dtype=torch.float8_e4m3fn)))
+    assert "parameter 'scale': a float8_e4m3fn tensor" in refusal(model)
     model = Model(mean)
     model.register_buffer("packed", torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8))
     assert "buffer 'packed': a qint8 tensor" in refusal(model)

@@ -24,6 +24,7 @@ from support.equivalence import Mode, Trace, Uses, assert_equivalent, compare, r
 from support.models import CNN, GPT, MLP, _initialise
 from support.plans import flat, two_level
 from support.random_programs import random_plan
+from support.spectral import SPECTRAL
 from support.vision import VISION, VISION_WITH_MASKS
 
 
@@ -177,6 +178,7 @@ CASES = _cases(
     *(Case(name, model, 5) for name, model in VISION.items()),
     *(Case(f"{name}, eval mode", partial(evaluated, VISION[name]), 3) for name in ("resnet", "signal")),
     *(Case(name, model, 5, random=True) for name, model in VISION_WITH_MASKS.items()),
+    *(Case(name, model, 5) for name, model in SPECTRAL.items()),
 )
 MESHES: Mapping[str, Mesh] = {"1": flat(1), "2": flat(2), "3": flat(3), "4": flat(4), "2x2": two_level(2, 2)}
 

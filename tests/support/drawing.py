@@ -125,7 +125,20 @@ class Gates(Drawing):
         return F.cross_entropy(out, torch.multinomial(out.detach().softmax(-1), 1)[:, 0])
 
 
+class Static(Drawing):
+    """A signal of complex numbers through noise, with phases that are drawn evenly from a square."""
+
+    def __init__(self, hidden: int = 6):
+        super().__init__()
+        self.real, self.imag = nn.Linear(8, hidden).double(), nn.Linear(8, hidden).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(self.real(x), self.imag(x))
+        received = z * (1 + torch.randn_like(z)) + 0.1 * torch.rand(z.shape, dtype=z.dtype, device=x.device)
+        return (received - z).abs().mean() + received.angle().square().mean()
+
+
 DRAWING: Mapping[str, Callable[[], Drawing]] = {
     "vae": VAE, "diffusion": Diffusion, "stochastic depth": StochasticDepth, "recomputed": partial(StochasticDepth, recompute=True), "masked": Masked,
-    "gates": Gates,
+    "gates": Gates, "static": Static,
 }  # fmt: skip

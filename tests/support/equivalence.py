@@ -171,7 +171,7 @@ def _close(a: Tensor, b: Tensor, scale: float, tolerance: float, what: str) -> N
     assert a.shape == b.shape, f"{what} has shape {list(a.shape)} instead of {list(b.shape)}"
     if not b.numel():
         return
-    a, b = a.to(torch.float64), b.to(torch.float64)
+    a, b = (t.to(torch.promote_types(t.dtype, torch.float64)) for t in (a, b))
     assert bool(a.isfinite().all()) or not bool(b.isfinite().all()), f"{what} is not finite"
     error, bound = float((a - b).abs().max()), tolerance * max(float(b.abs().max()), scale)
     assert error <= bound, f"{what} is off by {error:.3g}, allowed {bound:.3g}"

@@ -162,7 +162,7 @@ def random_program(theory: Theory, key: ProgramKey, rng: Random, taste: Taste | 
         rng.shuffle(options)
         target = next(p for p in options if draft.bring(output.tensor, p))
         gives.append(Property(output.tensor, target))
-    needs = [Property(n, p) for n, p in draft.storage.items()] + [Property(n, whole) for n in graph.input_names if n not in draft.storage]
+    needs = [Property(n, p) for n, p in draft.storage.items()] + [Property(r.name, whole) for r in graph.sources if r.name not in draft.storage]
     program = Program(key, theory.mesh, tuple(draft.instructions), tuple(needs), tuple(gives))
     replay(program, theory, draft.storage)
     return program, draft.storage

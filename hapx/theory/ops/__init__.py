@@ -2,6 +2,7 @@
 
 from hapx.theory.ops import (
     advanced_indexing,
+    complex_numbers,
     convolution,
     creation,
     diagonals,
@@ -28,6 +29,7 @@ from hapx.theory.ops import (
 
 __all__ = [
     "advanced_indexing",
+    "complex_numbers",
     "convolution",
     "creation",
     "diagonals",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hapx.ir import FLOATING, OpCall, TensorRef, Value
+from hapx.ir import CONTINUOUS, FLOATING, OpCall, TensorRef, Value
 from hapx.plan import LocalShape, LocalSize
 from hapx.states import PARTIAL, REPLICATED, Placement, Sharded
 from hapx.theory.factors import VARIANT, factor_rules, factored
@@ -49,7 +49,7 @@ def convolution_rules(context: Context) -> Iterable[Rule]:
     for dim in range(channel):
         for outer in context.outers([(source, dim), (out, dim)]):
             yield from _rule(context, Site(dim, outer), REPLICATED, REPLICATED, Site(dim, outer))
-    if weight.requires_grad:
+    if weight.requires_grad and out.dtype in FLOATING:  # torch has convolutions of complex numbers, but not their backward by itself
         yield from factor_rules(context, 0, range(channel))
     yield from _channels(context, channel)
     for i in range(len(weight.shape) - 2):
@@ -57,7 +57,7 @@ def convolution_rules(context: Context) -> Iterable[Rule]:
         if _side_by_side(context, dim, i):
             for outer in context.outers([(source, dim), (out, dim)]):
                 yield from _rule(context, Site(dim, outer), REPLICATED, REPLICATED, Site(dim, outer))
-    if all(r.dtype in FLOATING for r in (*context.operands, out)):
+    if all(r.dtype in CONTINUOUS for r in (*context.operands, out)):
         yield Rule((PARTIAL, REPLICATED, PARTIAL)[: len(context.operands)], (PARTIAL,))
         yield Rule((REPLICATED, PARTIAL, PARTIAL)[: len(context.operands)], (PARTIAL,))
 

@@ -17,7 +17,7 @@ def nothing(context: Context) -> Iterable[Rule]:
 CREATION = """aten.arange.default aten.arange.start aten.arange.start_step aten.zeros.default aten.ones.default aten.full.default
     aten.empty.memory_format aten.eye aten.scalar_tensor aten.linspace.default aten.logspace.default aten.range.default aten.range.step
     aten.tril_indices aten.triu_indices aten.hann_window aten.hamming_window.default aten.hamming_window.periodic aten.bartlett_window
-    aten.blackman_window aten.kaiser_window"""
+    aten.blackman_window aten.kaiser_window aten.fft_fftfreq aten.fft_rfftfreq"""
 register(OpEntry(tuple(CREATION.split()), nothing, reason="made whole on every device; slicing is free"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 
-from hapx.ir import FLOATING
+from hapx.ir import CONTINUOUS
 from hapx.states import INVARIANT, PARTIAL, REPLICATED
 from hapx.theory.ops.views import linear_rule, mapped
 from hapx.theory.registry import Context, OpEntry, Rule, Site, Slot, op, register
@@ -74,7 +74,7 @@ def meshgrid_rules(context: Context) -> Iterable[Rule]:
             if ref.shape[0] > outer and ref.shape[0] % outer == 0:
                 operands = tuple(Site(0, outer) if k == i else REPLICATED for k in range(len(context.operands)))
                 yield Rule(operands, (Site(image, outer),) * len(outputs), divides=True)
-    if all(r.dtype in FLOATING for r in context.operands):
+    if all(r.dtype in CONTINUOUS for r in context.operands):
         mixed = product(STATES, repeat=len(outputs)) if len(outputs) <= MAX_MIXED else [(s,) * len(outputs) for s in STATES]
         yield from (Rule(states, states) for states in mixed)  # every grid is made of one operand
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hapx.ir import FLOATING, OpCall, TensorRef
+from hapx.ir import CONTINUOUS, OpCall, TensorRef
 from hapx.plan import LocalOffset
 from hapx.states import PARTIAL, REPLICATED
 from hapx.theory.registry import Context, LocalCall, OpEntry, Rule, Site, register
@@ -23,7 +23,7 @@ def outers(context: Context, positions: Sequence[tuple[TensorRef, int]]) -> tupl
 
 
 def floating(context: Context) -> bool:
-    return all(r.dtype in FLOATING for r in context.node.outputs)
+    return all(r.dtype in CONTINUOUS for r in context.node.outputs)
 
 
 def partial_rule(context: Context, *names: str, anyway: bool = True) -> Iterable[Rule]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hapx.ir import FLOATING, OpCall, TensorRef
+from hapx.ir import CONTINUOUS, OpCall, TensorRef
 from hapx.plan import LocalIndices
 from hapx.states import PARTIAL, REPLICATED
 from hapx.theory.factors import VARIANT, factor_rules, factored
@@ -138,7 +138,7 @@ def attention_body(local: LocalCall) -> OpCall | None:
 
 def attention_linear(context: Context) -> Iterable[Rule]:
     """Linear in the values; with dropout it is random, and nothing random is Partial."""
-    if not context.call.get("dropout_p") and context.node.outputs[0].dtype in FLOATING:
+    if not context.call.get("dropout_p") and context.node.outputs[0].dtype in CONTINUOUS:
         value = context.position("value")
         yield Rule(tuple(PARTIAL if i == value else REPLICATED for i in range(len(context.operands))), (PARTIAL,))
 

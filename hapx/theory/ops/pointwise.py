@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hapx.ir import FLOATING
+from hapx.ir import CONTINUOUS, FLOATING
 from hapx.states import INVARIANT, PARTIAL, REPLICATED
 from hapx.theory.registry import Context, Rule, Site, op
 
 # one tensor, linear: f(a + b) = f(a) + f(b)
 LINEAR_UNARY = """
     aten.neg aten.clone aten.contiguous aten.positive aten.alias aten.detach aten.detach_copy aten.lift_fresh_copy aten.deg2rad aten.rad2deg
+    aten._conj aten.conj aten.conj_physical aten.resolve_conj aten.resolve_neg aten.real aten.imag
 """
 # one tensor, not linear
 UNARY = """
@@ -22,7 +23,7 @@ UNARY = """
     aten.elu aten.selu aten.celu aten.leaky_relu aten.hardtanh aten.relu6 aten.hardswish aten.hardsigmoid aten.softplus aten.mish
     aten.log_sigmoid aten.hardshrink aten.softshrink aten.threshold aten.logit aten.nan_to_num
     aten.clamp.default aten.clamp_min.default aten.clamp_max.default
-    aten.logical_not aten.bitwise_not aten.isnan aten.isinf aten.isfinite aten.isposinf aten.isneginf aten.signbit
+    aten.logical_not aten.bitwise_not aten.isnan aten.isinf aten.isfinite aten.isposinf aten.isneginf aten.signbit aten.angle
 """
 # one tensor and a number, not linear
 SCALAR = """
@@ -56,6 +57,7 @@ SELF_OTHER = "self: *, other: * -> *"
 OTHERS = """
     aten.add aten.sub aten.rsub aten.mul aten.div aten.ldexp aten.pow aten.float_power aten.xlogy aten.special_xlog1py aten.where aten.masked_fill
     aten.lerp aten.addcmul aten.addcdiv aten.clamp aten.clamp_min aten.clamp_max aten.heaviside aten.to aten._to_copy aten.type_as aten.dropout
+    aten.complex aten.polar
 """
 # operators and overloads that compute element by element
 POINTWISE = frozenset(" ".join((LINEAR_UNARY, UNARY, SCALAR, STEPS, ALIKE, LINEAR_SCALAR, SCALAR_FIRST, BINARY, OTHERS)).split())
@@ -64,7 +66,7 @@ POINTWISE = frozenset(" ".join((LINEAR_UNARY, UNARY, SCALAR, STEPS, ALIKE, LINEA
 def linear_where(context: Context, operand: str, condition: bool) -> Iterable[Rule]:
     """Linear in one operand under a condition on the constants (what is filled in is 0, say)."""
     position = context.position(operand)
-    if condition and position is not None and all(r.dtype in FLOATING for r in (context.operands[position], *context.node.outputs)):
+    if condition and position is not None and all(r.dtype in CONTINUOUS for r in (context.operands[position], *context.node.outputs)):
         yield Rule(tuple(PARTIAL if i == position else REPLICATED for i in range(len(context.operands))), (PARTIAL,))
 
 
@@ -72,6 +74,11 @@ def filled(context: Context) -> Iterable[Rule]:
     """As the number that it is filled with, whatever the tensor is."""
     for state in (REPLICATED, INVARIANT, PARTIAL):
         yield Rule((PARTIAL, state), (state,))
+
+
+def _is_flat(context: Context) -> bool:
+    """Whether a step has no gradient: the direction of complex numbers has one."""
+    return context.operands[0].dtype in FLOATING
 
 
 def prelu_signature(context: Context) -> str:
@@ -86,7 +93,7 @@ def prelu_signature(context: Context) -> str:
 op(LINEAR_UNARY, "self: * -> *", linear="self")
 op(UNARY, "self: * -> *")
 op(SCALAR, "self: * -> *")
-op(STEPS, "self: * -> *", extra=lambda c: [Rule((INVARIANT,), (REPLICATED,))] if c.operands[0].requires_grad else [])
+op(STEPS, "self: * -> *", extra=lambda c: [Rule((INVARIANT,), (REPLICATED,))] if c.operands[0].requires_grad and _is_flat(c) else [])
 op(ALIKE, "self: * -> *", extra=lambda c: [Rule((PARTIAL,), (REPLICATED,))])
 op("aten.fill.Tensor", "self: *, value: -> *", extra=filled)
 op("aten.pow.Scalar aten.float_power.Scalar", "exponent: * -> *")
@@ -114,6 +121,8 @@ op("aten.where.ScalarOther", "condition: *, self: * -> *", extra=lambda c: linea
 op("aten.where.Scalar", "condition: * -> *")
 op("aten.masked_fill.Scalar", "self: *, mask: * -> *", extra=lambda c: linear_where(c, "self", c.call["value"] == 0))
 op("aten.masked_fill.Tensor", "self: *, mask: *, value: -> *", linear="self value")
+op("aten.complex", "real: *, imag: * -> *", linear="real imag")
+op("aten.polar", "abs: *, angle: * -> *")  # linear in abs, but its gradient is not that of numbers below 0
 op("aten.lerp.Scalar", "self: *, end: * -> *", linear="self end")
 op("aten.lerp.Tensor", "self: *, end: *, weight: * -> *", linear="self end")
 op("aten.addcmul", "self: *, tensor1: *, tensor2: * -> *", linear="self tensor1 | self tensor2")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hapx.ir import FLOATING, TensorRef
+from hapx.ir import CONTINUOUS, TensorRef
 from hapx.states import PARTIAL, REPLICATED
 from hapx.theory.ops.convolution import each, fits, side_by_side
 from hapx.theory.registry import Context, OpEntry, Rule, Site, op, register
@@ -50,7 +50,7 @@ def and_linear(rules: Callable[[Context], Iterable[Rule]]) -> Callable[[Context]
     def more(context: Context) -> Iterable[Rule]:
         """Samples and channels; dims of the image where the windows lie side by side."""
         yield from rules(context)
-        if context.operands[0].dtype in FLOATING:
+        if context.operands[0].dtype in CONTINUOUS:
             yield Rule((PARTIAL,), (PARTIAL,))
 
     return more

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
-from hapx.ir import FLOATING, OpCall
+from hapx.ir import CONTINUOUS, OpCall
 from hapx.states import PARTIAL
 from hapx.theory.ops.views import linear_rule
 from hapx.theory.registry import Context, LocalCall, OpEntry, Rule, Site, op, register
@@ -60,7 +60,7 @@ def mean_body(local: LocalCall) -> OpCall:
 
 def sum_rules(context: Context) -> Iterable[Rule]:
     """Kept dims pass; a split reduced dim leaves Partial."""
-    return reduction_rules(context, "", context.operands[0].dtype in FLOATING)
+    return reduction_rules(context, "", context.operands[0].dtype in CONTINUOUS)
 
 
 def mean_rules(context: Context) -> Iterable[Rule]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hapx.ir import FLOATING
+from hapx.ir import CONTINUOUS
 from hapx.states import PARTIAL
 from hapx.theory.registry import Context, OpEntry, Rule, Site, op, register
 
@@ -26,7 +26,7 @@ def linear(rules: Callable[[Context], Iterable[Rule]]) -> Callable[[Context], It
 
     def both(context: Context) -> Iterable[Rule]:
         yield from rules(context)
-        if all(r.dtype in FLOATING for r in context.node.outputs):
+        if all(r.dtype in CONTINUOUS for r in context.node.outputs):
             yield Rule((PARTIAL,) * len(context.operands), (PARTIAL,) * len(context.node.outputs))
 
     both.__doc__ = rules.__doc__

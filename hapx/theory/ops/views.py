@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
-from hapx.ir import FLOATING, OpCall
+from hapx.ir import CONTINUOUS, OpCall
 from hapx.plan import LocalShape
 from hapx.states import PARTIAL, REPLICATED
 from hapx.theory.registry import Context, LocalCall, OpEntry, Rule, Site, op, register
@@ -13,7 +13,7 @@ from hapx.theory.registry import Context, LocalCall, OpEntry, Rule, Site, op, re
 
 def linear_rule(context: Context) -> list[Rule]:
     """Partial passes through (all operands together)."""
-    if all(r.dtype in FLOATING for r in (*context.operands, *context.node.outputs)):
+    if all(r.dtype in CONTINUOUS for r in (*context.operands, *context.node.outputs)):
         return [Rule((PARTIAL,) * len(context.operands), (PARTIAL,) * len(context.node.outputs))]
     return []
 

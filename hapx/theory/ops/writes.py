@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hapx.ir import FLOATING
+from hapx.ir import CONTINUOUS
 from hapx.states import PARTIAL
 from hapx.theory.registry import Context, OpEntry, Rule, Site, register
 
@@ -22,7 +22,7 @@ def written_rules(context: Context) -> Iterable[Rule]:
         for outer in context.outers([(target, d), (source, image), (context.node.outputs[0], d)]):
             if size > outer and size % outer == 0:
                 yield Rule((Site(d, outer), Site(image, outer)), (Site(d, outer),), divides=True)
-    if all(r.dtype in FLOATING for r in (target, source)):
+    if all(r.dtype in CONTINUOUS for r in (target, source)):
         yield Rule((PARTIAL, PARTIAL), (PARTIAL,))
 
 

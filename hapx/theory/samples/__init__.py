@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hapx.theory.samples.complex_numbers import complex_numbers, transforms
 from hapx.theory.samples.convolution import convolutions, grouped, transposed
 from hapx.theory.samples.creation import creation
 from hapx.theory.samples.draw import Draw, Reason, Sample, Values, booleans, dtype, ids, positive, sample, t, unit
@@ -39,6 +40,7 @@ FAMILIES = (
     views, pieces, writes, repeats, diagonals, creation,
     indexing, advanced, routing, scans,
     reductions, softmaxes, statistics,
+    complex_numbers, transforms,
     rows, channels, groups,
     pools, unpools,
     interpolations, paddings, shuffles, columns, points,

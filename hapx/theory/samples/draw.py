@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from hapx.ir import FLOATING, OpCall, Ref, TorchConst
+from hapx.ir import CONTINUOUS, OpCall, Ref, TorchConst
 
 
 class Values(Enum):
@@ -52,7 +52,7 @@ class Draw:
 
     @property
     def requires_grad(self) -> bool:
-        return self.grad and self.dtype in FLOATING
+        return self.grad and self.dtype in CONTINUOUS
 
     def stored(self) -> Draw:
         """The same as a buffer that the call may change."""
