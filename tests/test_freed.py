@@ -47,7 +47,7 @@ def with_memory(part: float, of: Graph) -> ClusterSpec:
     return replace(CLUSTER, device_types={n: replace(k, memory=int(part * most / (1 - RESERVE))) for n, k in CLUSTER.device_types.items()})
 
 
-@pytest.mark.parametrize("part", [2.0, 0.8, 0.05])
+@pytest.mark.parametrize("part", [2.0, *(pytest.param(part, marks=pytest.mark.slow) for part in (0.8, 0.05))])
 def test_nothing_is_left_to_a_collection(part: float, graph: Graph, garbage: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hapx.by_peaks.BUDGET", BUDGET)
     cluster = with_memory(part, graph)

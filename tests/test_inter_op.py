@@ -145,6 +145,7 @@ def test_where_memory_binds_a_plan_of_one_stage_is_not_waited_for(monkeypatch: p
     plan.verify()
 
 
+@pytest.mark.slow
 def test_a_quick_look_at_a_large_model_is_enough_where_one_stage_is_far_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     one_stage = usual().statistics["one_stage"]
     monkeypatch.setattr(planner, "LARGE", 0)

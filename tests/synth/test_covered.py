@@ -102,7 +102,7 @@ def test_conversions_that_others_cover_are_not_priced(source: str, monkeypatch: 
     assert asked > 250 and priced < 0.9 * every
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", [pytest.param(s, marks=pytest.mark.slow) if s == "2x2" else s for s in SOURCES])
 def test_searches_are_the_same(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what would have been dominated is not made: programs, and the nodes that searches look at, are those without."""
 
