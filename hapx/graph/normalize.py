@@ -25,6 +25,7 @@ from hapx.errors import CaptureError, UnsupportedOperatorError
 from hapx.graph import normalize_args as arguments
 from hapx.graph import normalize_bags as bags
 from hapx.graph import normalize_random as random
+from hapx.graph import normalize_spectra as spectra
 from hapx.graph.capture_inputs import unique_name
 from hapx.graph.normalize_aliases import plain_form
 from hapx.graph.normalize_args import name_of
@@ -104,6 +105,8 @@ class Emitter:
             self._compute(call, torch.ops.aten.to.dtype, {"self": bound["self"], "dtype": dtype, **options}, call.out)
         elif name in bags.TARGETS and bags.can_be_written_out(bound) and not any(id(slot) in self._last_use for slot in call.out[1:]):
             self._bags(call, bound)
+        elif name == spectra.TARGET and not bound["return_complex"]:
+            self._rename(spectra.signals(bound, self._computing(call)), call.out)
         else:
             if name in arguments.STATEFUL:
                 self._note_statistics(call, bound)

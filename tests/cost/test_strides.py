@@ -176,7 +176,7 @@ def test_views_and_strides_are_those_of_torch(name: str) -> None:
     assert views > 1
 
 
-@pytest.mark.parametrize("name", ["hand-made", "encoder", "windows", "channels last", "state space", "spectrogram", "phasors"])
+@pytest.mark.parametrize("name", ["hand-made", "encoder", "windows", "channels last", "state space", "phasors"])
 def test_what_a_model_keeps_is_what_autograd_keeps(name: str) -> None:
     """Beside the weight of a loss, a number."""
     graph, _, kept = run(name)

@@ -103,25 +103,28 @@ class StateSpace(nn.Module):
         return _drawn(seed, (batch, 4, 10), (batch, 10, 4))
 
 
-class Spectrogram(nn.Module):
-    """A filter of signals whose spectrogram is compared, with and without logarithms."""
+class Separator(nn.Module):
+    """A mask over the spectrogram of a mixture gives a signal, which is compared, and its spectrogram, with and without logarithms."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.back = nn.Conv1d(1, 4, 3, padding=1), nn.Conv1d(4, 1, 3, padding=1)
+        self.across, self.along = nn.Linear(5, 5), nn.Conv1d(5, 5, 3, padding=1)
         _initialise(self, 0, torch.float64)
         self.register_buffer("window", torch.hann_window(8, dtype=torch.float64))
 
-    def magnitudes(self, x: Tensor) -> Tensor:
+    def spectra(self, x: Tensor) -> tuple[Tensor, Tensor]:
         z = torch.stft(x, 8, 4, window=self.window, return_complex=True)
-        return (z.real.square() + z.imag.square() + 1e-6).sqrt()
+        return z, (z.real.square() + z.imag.square() + 1e-6).sqrt()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        found, wanted = self.magnitudes(self.back(F.relu(self.into(x))).squeeze(1)), self.magnitudes(y)
-        return F.l1_loss(found, wanted) + F.mse_loss(found.log(), wanted.log())
+        z, size = self.spectra(x)
+        mask = torch.sigmoid(self.along(F.relu(self.across(size.transpose(1, 2))).transpose(1, 2)))
+        signal = torch.istft(mask * z, 8, 4, window=self.window, length=x.shape[-1])
+        found, wanted = self.spectra(signal)[1], self.spectra(y)[1]
+        return F.mse_loss(signal, y) + F.l1_loss(found, wanted) + F.mse_loss(found.log(), wanted.log())
 
     def example(self, batch: int, seed: int = 0) -> tuple[Tensor, ...]:
-        return _drawn(seed, (batch, 1, 24), (batch, 24))
+        return _drawn(seed, (batch, 24), (batch, 24))
 
 
 class Phasors(nn.Module):
@@ -145,5 +148,5 @@ class Phasors(nn.Module):
 
 
 SPECTRAL: dict[str, Callable[[], nn.Module]] = {
-    "rotary": Rotary, "fourier": Fourier, "state space": StateSpace, "spectrogram": Spectrogram, "phasors": Phasors,
+    "rotary": Rotary, "fourier": Fourier, "state space": StateSpace, "separator": Separator, "phasors": Phasors,
 }  # fmt: skip
