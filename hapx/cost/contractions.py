@@ -1,4 +1,4 @@
-"""FLOPs of products that are not one matrix product: einsum and what is like it, chains, bilinear forms, recurrent networks.
+"""FLOPs of what is not one matrix product: einsum and what is like it, chains, bilinear forms, recurrent networks, functions of whole matrices.
 
 In: a node. Out: its FLOPs forward, two per multiplication and addition. Sums over one operand alone have none: their bytes decide.
 """
@@ -72,9 +72,35 @@ def _recurrent(graph: Graph, node: Node) -> float:
     return 2.0 * steps * sum(w.size for w in weights if len(w.shape) == 2)
 
 
+# FLOPs of a function of a matrix of m rows and n columns, m >= n, as multiples of m n^2 and of n^3 (Golub, Van Loan 2013, Matrix Computations,
+# chapters 3, 4, 5 and 8; the exponential is about ten products)
+CUBES: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        **{f"aten.{name}": (0.0, 1 / 3) for name in ("linalg_cholesky", "cholesky")},
+        **{f"aten.{name}": (0.0, 2 / 3) for name in ("det", "linalg_det", "logdet", "slogdet", "linalg_slogdet", "linalg_solve")},
+        **{f"aten.{name}": (0.0, 2.0) for name in ("inverse", "linalg_inv")},
+        **{f"aten.{name}": (0.0, 20.0) for name in ("matrix_exp", "linalg_matrix_exp")},
+        **{f"aten.{name}": (6.0, 20.0) for name in ("linalg_svd", "linalg_pinv", "pinverse")},
+        "aten.cholesky_inverse": (0.0, 1.0), "aten.linalg_eigh": (0.0, 9.0), "aten.linalg_eigvalsh": (0.0, 4 / 3), "aten.linalg_svdvals": (2.0, 2.0),
+        "aten.linalg_qr": (4.0, 0.0),
+    }
+)  # fmt: skip
+# per number of the result of an equation: products with so many triangles
+TRIANGLES = MappingProxyType({"aten.linalg_solve": 2.0, "aten.linalg_solve_triangular": 1.0, "aten.cholesky_solve": 2.0})
+
+
+def _of_matrix(graph: Graph, node: Node) -> float:
+    """Of every matrix of the batch, and of every number that solves an equation."""
+    shapes = _shapes(graph, node)
+    *batch, rows, columns = shapes[1] if node.call.op == "aten.cholesky_solve" else shapes[0]
+    m, n = max(rows, columns), min(rows, columns)
+    thin, square = CUBES.get(node.call.op, (0.0, 0.0))
+    return prod(batch) * n * n * (thin * m + square * n) + TRIANGLES.get(node.call.op, 0.0) * n * node.outputs[0].size
+
+
 CONTRACTIONS: Mapping[str, Callable[[Graph, Node], float]] = MappingProxyType(
     {
         "aten.einsum": _einsum, "aten.tensordot": _tensordot, "aten.linalg_multi_dot": _chain, "aten.chain_matmul": _chain,
-        "aten.bilinear": _bilinear, **dict.fromkeys(STATES_KEPT, _recurrent),
+        "aten.bilinear": _bilinear, **dict.fromkeys(STATES_KEPT, _recurrent), **dict.fromkeys((*CUBES, *TRIANGLES), _of_matrix),
     }
 )  # fmt: skip

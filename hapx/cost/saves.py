@@ -15,10 +15,11 @@ _NOTHING = """
     hinge_embedding_loss margin_ranking_loss triplet_margin_loss special_ndtr
 """
 _SELF = "elu hardtanh threshold angle"
-_OUT = "exp2 expm1 tan special_ndtri polar"
+_OUT = "exp2 expm1 tan special_ndtri polar linalg_cholesky cholesky inverse linalg_inv linalg_svdvals linalg_eigvalsh"
 _SELF_AND_OUT = """
     sgn special_erfcx special_log_ndtr special_i0e special_i1 special_i1e amax amin prod logsumexp std std_mean norm frobenius_norm
     linalg_vector_norm linalg_norm linalg_matrix_norm copysign cumprod logcumsumexp max min median nanmedian
+    cholesky_inverse det slogdet pinverse linalg_pinv linalg_solve_triangular
 """
 _INDEX = "index_fill scatter scatter_add"
 _SELF_AND_INDEX = "gather take"
@@ -40,6 +41,10 @@ SAVES_OF_SMALL: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **{f"aten.{name}": ("index", "source") for name in ["index_add", "index_copy", "put"]},
         **{f"aten.{name}": ("self", "target", "weight") for name in ["nll_loss", "nll_loss2d", "nll_loss_nd", "multi_margin_loss"]},
         "aten.complex": ("real", "imag"),
+        **{f"aten.{name}": ("A", "out") for name in ["linalg_det", "linalg_slogdet", "linalg_solve"]},
+        **{f"aten.{name}": ("out", "out1") for name in ["linalg_eigh", "linalg_svd", "linalg_qr"]},  # and few numbers between
+        "aten.logdet": ("self",),
+        "aten.cholesky_solve": ("self", "input2", "out"),
         "aten.cdist": ("x1", "x2", "out"),
         "aten.masked_scatter": ("mask",),
         "aten.aminmax": ("self", "out", "out1"),
@@ -62,6 +67,10 @@ SAVES_OF_SMALL: Mapping[str, tuple[str, ...]] = MappingProxyType(
 KEPT_INSIDE: Mapping[str, tuple[str, float]] = MappingProxyType(
     {
         "aten.l1_loss": ("self", 1.0),
+        **{f"aten.{name}": ("self", 1.2) for name in ["det", "slogdet", "logdet"]},  # factors and pivots
+        **{f"aten.{name}": ("A", 1.2) for name in ["linalg_det", "linalg_slogdet", "linalg_solve"]},
+        "aten.linalg_svdvals": ("A", 2.0),
+        "aten.linalg_eigvalsh": ("self", 1.0),
         "aten.special_ndtr": ("self", 1.0),
         "aten.kl_div": ("self", 2.0),
         "aten.hinge_embedding_loss": ("self", 1.25),

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture_boundaries import mark_layer_boundary
+from hapx.graph.capture_checks import STAND_INS, unvalidated
 from hapx.graph.capture_inputs import Inputs
 from hapx.graph.capture_outputs import container_of, split_output
 from hapx.graph.capture_refusals import World, is_inside_functorch_grad, refuse_gradients, user_functions
@@ -129,7 +130,7 @@ class _Recorder(TorchFunctionMode):
                 hint="give the recurrent module the padded batch, and mask what is behind the end of each sequence",
             )
         with annotate({MARK: mark}):
-            return func(*args, **(kwargs or {}))
+            return STAND_INS.get(func, func)(*args, **(kwargs or {}))
 
     def _mark(self, frame: FrameType | None) -> Mark:
         user: FrameType | None = None
@@ -189,7 +190,7 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
 
     A forward that sets attributes when it is called first (hooks that it installs, tables that it notes) is traced as it is from then on, if
     that is the same computation. One that goes on changing them is refused."""
-    with _quiet(), _same_generators(device), same_module(module), _mode(module, training), torch.enable_grad(), preserve_node_meta():
+    with _quiet(), _same_generators(device), same_module(module), _mode(module, training), torch.enable_grad(), preserve_node_meta(), unvalidated():
         with _off_meta(module, device) as device:
             twins = inputs.empty_twins(device)
         program, seen = _export(module, inputs, twins, device, loss_fn)

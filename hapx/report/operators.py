@@ -28,7 +28,8 @@ Generated from the registry (`hapx/theory/ops`) by `python -m hapx.report.operat
 shares, and {reasons} with the reason why there is none.{rest} Operators that only have another name are renamed at capture
 (`hapx/graph/normalize_names.py`), views of many kinds and embedding bags are written as what they are made of (`normalize_aliases.py`,
 `normalize_bags.py`), random operators as `rand`, `randn` and `randint` and what is computed from them (`normalize_random.py`), `istft` as inverse
-transforms that are added up (`normalize_spectra.py`). An operator without an entry runs whole on every device, with a warning; one that is random, writes in place or has a shape that depends on values is refused.
+transforms that are added up (`normalize_spectra.py`). An operator without an entry runs whole on every device, with a warning; one that is random,
+writes in place or has a shape that depends on values is refused.
 
 *May be split*: lowercase indices and `*` (any leading dims) may be split, UPPERCASE ones are whole. *Sums over*: splitting leaves Partial.
 *Linear in*: groups of operands through which Partial passes. *Composites*: local programs of several operators or with communication.

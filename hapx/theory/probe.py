@@ -153,6 +153,8 @@ def _draw(draw: Draw, generator: torch.Generator) -> Tensor:
         return x.sigmoid()
     if draw.values is Values.SHARES:
         return x.softmax(1)
+    if draw.values is Values.DEFINITE:
+        return x @ x.mT + torch.eye(draw.shape[-1], dtype=dtype)
     if draw.values is Values.SPECIAL:
         flat = x.view(-1)
         for start, value in enumerate((math.inf, -math.inf, math.nan)):

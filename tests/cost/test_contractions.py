@@ -63,3 +63,18 @@ def test_a_recurrent_network_multiplies_every_weight_once_per_step():
     assert work(g, node).forward == 2 * 15 * (32 * 4 + 3 * 32 * 8)
     assert work(g, node).backward == 2 * work(g, node).forward
     assert hidden(g, node) == (("y", 6 * 5 * 3 * 8 * 4 * 2),), "four gates and two states of every layer"
+
+
+def test_functions_of_matrices():
+    """A third of a cube for Cholesky's factor of each matrix of a batch; two triangles per number that solves an equation."""
+    b = GraphBuilder()
+    b.parameter("a", 4, 6, 6)
+    b.parameter("r", 4, 6, 5)
+    b.call("l", "aten.linalg_cholesky.default", (4, 6, 6), self="a", upper=False)
+    b.call("x", "aten.cholesky_solve.default", (4, 6, 5), self="r", input2="l", upper=False)
+    b.call("y", "aten.linalg_solve.default", (4, 6, 5), A="a", B="x", left=True)
+    g = b.graph_without_inputs("y")
+    factor, solved, equation = (work(g, n) for n in g.nodes)
+    assert (factor.forward, factor.backward) == (4 * 6**3 / 3, 4 * 6**3 / 3)
+    assert solved.forward == 4 * 5 * 6 * 12
+    assert equation.forward == 4 * 6**3 * 2 / 3 + 4 * 5 * 6 * 12

@@ -17,6 +17,7 @@ from hapx.theory.samples import Sample
 from hapx.theory.samples.complex_numbers import complex_numbers, transforms
 from hapx.theory.samples.indexing import advanced, indexing
 from hapx.theory.samples.losses import class_losses, row_by_row
+from hapx.theory.samples.matrices import matrices, solutions
 from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, several, with_numbers
 from hapx.theory.samples.scans import diagonals, repeats, scans
 from hapx.theory.samples.statistics import statistics, vectors
@@ -24,10 +25,10 @@ from support.saved import kept_by_autograd
 
 FAMILIES = (
     pointwise, with_numbers, arithmetic, binary, several, casts, class_losses, row_by_row, indexing, advanced, scans, repeats, diagonals,
-    statistics, vectors, complex_numbers, transforms,
+    statistics, vectors, complex_numbers, transforms, matrices, solutions,
 )  # fmt: skip
 # what they keep depends on constants (the logarithm of a target, rounding); the model takes the larger
-OTHERWISE = {"aten.kl_div", "aten.div", "aten.take_along_dim"}
+OTHERWISE = {"aten.kl_div", "aten.div", "aten.take_along_dim", "aten.linalg_svd"}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)

@@ -20,6 +20,7 @@ from hapx.theory.samples.einsum import contractions
 from hapx.theory.samples.indexing import advanced, indexing
 from hapx.theory.samples.linalg import attention, products
 from hapx.theory.samples.losses import class_losses, losses, row_by_row
+from hapx.theory.samples.matrices import matrices, solutions
 from hapx.theory.samples.normalization import channels, groups, rows
 from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, several, with_numbers
 from hapx.theory.samples.pooling import pools, unpools
@@ -40,7 +41,7 @@ FAMILIES = (
     views, pieces, writes, repeats, diagonals, creation,
     indexing, advanced, routing, scans,
     reductions, softmaxes, statistics,
-    complex_numbers, transforms,
+    complex_numbers, transforms, matrices, solutions,
     rows, channels, groups,
     pools, unpools,
     interpolations, paddings, shuffles, columns, points,

@@ -11,7 +11,7 @@ from hapx.ir import CONTINUOUS, OpCall, Ref, TorchConst
 
 class Values(Enum):
     """How an operand is drawn. IDS: integers below `limit`; DISTINCT: indices along dim `limit` that do not meet; SPECIAL: normal with infinities
-    and nans; SHARES: positive, rows sum to 1."""
+    and nans; SHARES: positive, rows sum to 1; DEFINITE: symmetric matrices without small eigenvalues."""
 
     NORMAL = "normal"
     POSITIVE = "positive"
@@ -24,6 +24,7 @@ class Values(Enum):
     DISTINCT = "distinct"
     SHARES = "shares"
     BOOL = "bool"
+    DEFINITE = "definite"
 
 
 class Reason(Enum):
