@@ -1,20 +1,23 @@
-"""What torch looks at values for only to raise an error: such checks cannot be captured, so they are left out.
+"""Where torch looks at values that decide nothing but whether there is an error, or how a kernel goes about it: neither can be captured.
 
-Distributions look whether their parameters and values are valid, unless `validate_args` is given; a few functions look at their arguments, and have
-stand-ins here that compute the same.
+Distributions look whether their parameters and values are valid, unless `validate_args` is given: they do not while a model is captured. A few
+functions have stand-ins here that compute the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Distribution
+
+from hapx.operators import ctc
 
 
 @contextmanager
@@ -46,4 +49,27 @@ def gaussian_nll_loss(input: Tensor, target: Tensor, var: Tensor | float, full: 
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
-STAND_INS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType({F.gaussian_nll_loss: gaussian_nll_loss})
+ONE_ROW = "targets of ctc_loss lie one behind the other"
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor | Sequence[int], target_lengths: Tensor | Sequence[int], blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch.nn.functional.ctc_loss, as an operator of our own that gives the loss of every sample: that of torch reads lengths as Python numbers.
+    Raises NotImplementedError for targets of a batch in one row, ValueError for names as torch does."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    alone = log_probs.dim() == 2
+    if targets.dim() == 1 and not alone:
+        raise NotImplementedError(ONE_ROW)
+    lengths = [torch.as_tensor(n, device=log_probs.device).reshape(-1) for n in (input_lengths, target_lengths)]
+    if alone:
+        log_probs, targets = log_probs.unsqueeze(1), targets.reshape(1, -1)
+    losses: Tensor = ctc(log_probs, targets, *lengths, blank, zero_infinity)
+    if reduction == "mean":
+        return (losses / lengths[1].clamp(min=1)).mean()
+    return losses.sum() if reduction == "sum" else losses.squeeze(0) if alone else losses
+
+
+STAND_INS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType({F.gaussian_nll_loss: gaussian_nll_loss, F.ctc_loss: ctc_loss})

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture_boundaries import mark_layer_boundary
-from hapx.graph.capture_checks import STAND_INS, unvalidated
+from hapx.graph.capture_checks import ONE_ROW, STAND_INS, unvalidated
 from hapx.graph.capture_inputs import Inputs
 from hapx.graph.capture_outputs import container_of, split_output
 from hapx.graph.capture_refusals import World, is_inside_functorch_grad, refuse_gradients, user_functions
@@ -327,6 +327,7 @@ KNOWN_FAILURES = (
         "forward changes a tensor through .data or an attribute",
         "use a registered buffer, or no .data",
     ),
+    (ONE_ROW, f"{ONE_ROW}: where one ends depends on values", "pass rows, padded: (batch, longest target)"),
     ("a leaf Variable that requires grad is being used in an in-place", "forward changes a parameter in place", "use a new tensor, or a buffer"),
     (os.path.join("torch", "nested"), "nested tensors cannot be captured", "use a padded tensor and a mask"),
     ("_nested_", "nested tensors cannot be captured", "use a padded tensor and a mask"),

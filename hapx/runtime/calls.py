@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import hapx.operators  # noqa: F401  (registers them)
 from hapx.collectives.freed import reading
 from hapx.collectives.rng import Rng
 from hapx.errors import PlanError

@@ -132,13 +132,11 @@ def overloads() -> tuple[str, ...]:
     """Every overload that the registry covers (out variants and the like are not captured)."""
     found: dict[str, None] = {}
     for target in REGISTRY:
-        if not target.startswith("aten."):
-            continue
-        name, *overload = target.removeprefix("aten.").split(".")
-        packet = getattr(torch.ops.aten, name, None)
+        namespace, name, *overload = target.split(".")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
         for o in overload or (packet.overloads() if packet is not None else ()):
-            if overload or _is_functional(f"aten.{name}.{o}"):
-                found[f"aten.{name}.{o}"] = None
+            if overload or _is_functional(f"{namespace}.{name}.{o}"):
+                found[f"{namespace}.{name}.{o}"] = None
     return tuple(found)
 
 

@@ -46,7 +46,6 @@ BY_VALUE: dict[str, Body] = {
     "bincount": lambda h, y: h * torch.bincount(y).sum(),
     "repeat_interleave by a tensor": lambda h, y: h.repeat_interleave(y, 0),
     "istft": lambda h, y: torch.istft(torch.complex(h.T, h.T), 6, onesided=False, return_complex=True).abs(),
-    "ctc_loss": lambda h, y: F.ctc_loss(h.view(4, 2, 6).log_softmax(-1), y.view(2, 4) + 1, torch.tensor([4, 4]), torch.tensor([2, 1])),
 }
 
 
@@ -60,6 +59,11 @@ def test_random_values_are_refused(name: str) -> None:
 def test_shapes_and_branches_that_depend_on_values_are_refused(name: str) -> None:
     with pytest.raises(CaptureError, match=r"(?s)test_refused\.py.*the computation depends on the values of a tensor.*use torch.where or a mask"):
         check(BY_VALUE[name])
+
+
+def test_targets_without_rows_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)targets of ctc_loss lie one behind the other.*pass rows, padded"):
+        check(lambda h, y: F.ctc_loss(h.view(4, 2, 6).log_softmax(-1), y[1:4], torch.tensor([4, 4]), torch.tensor([2, 1])))
 
 
 def test_an_operator_without_a_rule_is_named() -> None:

@@ -198,6 +198,8 @@ register(
     )
 )
 
+op("hapx_ops.ctc", "log_probs: T n C, targets: n S, input_lengths: n, target_lengths: n -> n")
+
 # --- dropout -----------------------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from hapx.theory.samples.dropout import dropouts
 from hapx.theory.samples.einsum import contractions
 from hapx.theory.samples.indexing import advanced, indexing
 from hapx.theory.samples.linalg import attention, products
-from hapx.theory.samples.losses import class_losses, losses, row_by_row
+from hapx.theory.samples.losses import class_losses, in_order, losses, row_by_row
 from hapx.theory.samples.matrices import matrices, solutions
 from hapx.theory.samples.normalization import channels, groups, rows
 from hapx.theory.samples.pointwise import arithmetic, binary, casts, pointwise, several, with_numbers
@@ -45,7 +45,7 @@ FAMILIES = (
     rows, channels, groups,
     pools, unpools,
     interpolations, paddings, shuffles, columns, points,
-    losses, class_losses, row_by_row,
+    losses, class_losses, row_by_row, in_order,
     dropouts, draws,
 )  # fmt: skip
 SAMPLES: tuple[Sample, ...] = tuple(s for family in FAMILIES for s in family())

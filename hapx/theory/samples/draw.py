@@ -136,7 +136,8 @@ def sample(target: str, excuse: Reason | None = None, /, **args: Any) -> Sample:
             values.append((name, tuple(None if n is None else Ref(n) for n, _ in members)))
         else:
             values.append((name, value))
-    return Sample(OpCall(f"aten.{target}" if target.count(".") else f"aten.{target}.default", tuple(values)), tuple(draws), excuse)
+    name = target if target.startswith("hapx_ops.") else f"aten.{target}"
+    return Sample(OpCall(name if name.count(".") == 2 else f"{name}.default", tuple(values)), tuple(draws), excuse)
 
 
 def words(text: str) -> list[str]:

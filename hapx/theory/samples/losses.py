@@ -63,3 +63,9 @@ def row_by_row() -> Iterator[Sample]:
         yield sample("multilabel_margin_loss", self=t(4, 7), target=ids(4, 7, limit=7), reduction=reduction)
     yield sample("multi_margin_loss", self=t(7), target=ids(limit=7))
     yield sample("multilabel_margin_loss", self=t(7), target=ids(7, limit=7))
+
+
+def in_order() -> Iterator[Sample]:
+    """Targets that are found in order in longer inputs."""
+    lengths = {"input_lengths": ids(4, limit=7), "target_lengths": ids(4, limit=4)}
+    yield sample("hapx_ops.ctc", log_probs=t(7, 4, 5), targets=ids(4, 3, limit=4), **lengths, blank=4, zero_infinity=True)
