@@ -72,4 +72,28 @@ def ctc_loss(
     return losses.sum() if reduction == "sum" else losses.squeeze(0) if alone else losses
 
 
-STAND_INS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType({F.gaussian_nll_loss: gaussian_nll_loss, F.ctc_loss: ctc_loss})
+def cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+    """torch.cov, which looks whether there are as many observations as `correction` asks for. (Weights are looked at as before.)"""
+    if fweights is not None or aweights is not None or input.dim() > 2:
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    rows = input.reshape(1, -1) if input.dim() < 2 else input
+    centred = rows - rows.mean(1, keepdim=True)
+    return (centred @ centred.mH / max(rows.shape[1] - correction, 0)).squeeze()
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    """torch.corrcoef, by covariances."""
+    found = cov(input)
+    if found.dim() == 0:
+        return found / found
+    deviation = found.diagonal().real.sqrt()
+    found = found / deviation[:, None] / deviation
+    return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1)) if found.is_complex() else found.clamp(-1, 1)
+
+
+STAND_INS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
+    {
+        F.gaussian_nll_loss: gaussian_nll_loss, F.ctc_loss: ctc_loss,
+        torch.cov: cov, Tensor.cov: cov, torch.corrcoef: corrcoef, Tensor.corrcoef: corrcoef,
+    }
+)  # fmt: skip

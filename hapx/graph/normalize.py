@@ -97,6 +97,10 @@ class Emitter:
             self._broadcast(call, bound["tensors"])
         elif (drawn := self._drawn(call, bound)) is not None:
             self._rename(drawn, call.out)
+        elif name == spectra.TARGET and not bound["return_complex"]:
+            self._rename(spectra.signals(bound, self._computing(call)), call.out)
+        elif name in spectra.ADJOINTS and arguments.dtype_of(bound["self"]).is_complex:
+            self._rename(spectra.adjoint(bound, self._computing(call)), call.out)
         elif (alias := plain_form(call.op, bound)) is not None:
             self._compute(call, *alias, call.out)
         elif (dtype := arguments.target_dtype(call.op, bound)) is not None:
@@ -105,8 +109,6 @@ class Emitter:
             self._compute(call, torch.ops.aten.to.dtype, {"self": bound["self"], "dtype": dtype, **options}, call.out)
         elif name in bags.TARGETS and bags.can_be_written_out(bound) and not any(id(slot) in self._last_use for slot in call.out[1:]):
             self._bags(call, bound)
-        elif name == spectra.TARGET and not bound["return_complex"]:
-            self._rename(spectra.signals(bound, self._computing(call)), call.out)
         else:
             if name in arguments.STATEFUL:
                 self._note_statistics(call, bound)

@@ -46,7 +46,7 @@ def _at_least(rank: int) -> Callable[[Bound], Sequence[int]]:
 
 
 def _adjoint(b: Bound) -> Alias:
-    """Real tensors are their own conjugates."""
+    """Real tensors are their own conjugates. (Of complex ones: see `hapx.graph.normalize_spectra`.)"""
     return aten.transpose.int, {"self": b["self"], "dim0": -2, "dim1": -1}
 
 

