@@ -90,7 +90,7 @@ def batches(step: int) -> tuple[Tensor]:
     return TwoParts().example(96, step)
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "2x2" else name for name in PLANNED])
 def test_segments_pay_where_devices_differ_by_operator(name: str) -> None:
     """The planner frees the border between products and chains of small operators; the plan is faster in the simulator and trains as one device."""
     cluster, mesh, part, seconds = PLANNED[name]

@@ -39,7 +39,9 @@ def toys() -> Iterator[Synthesis]:
         yield used_often(seed)
 
 
+TWO_AXES = pytest.param("2x2", marks=pytest.mark.slow)  # where a test takes long
 SOURCES = ["toys", "flat", "2x2", pytest.param("2x2, two layers", marks=pytest.mark.slow)]
+QUICKLY = [TWO_AXES if source == "2x2" else source for source in SOURCES]
 
 
 def real(source: str, exposed: float = 1.0) -> Iterator[Synthesis]:
@@ -52,7 +54,7 @@ def real(source: str, exposed: float = 1.0) -> Iterator[Synthesis]:
         yield Synthesis(of.problem, of.shares, None, capacity=(1e6,) * of.problem.terms.kinds)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", QUICKLY)
 def test_nothing_has_spent_less_than_the_bound_says(source: str) -> None:
     """And what is available afterwards depends on the choice alone, unless a parameter is stored that is used again."""
     checked = exact = unknown = 0
@@ -102,7 +104,7 @@ def test_conversions_that_others_cover_are_not_priced(source: str, monkeypatch: 
     assert asked > 250 and priced < 0.9 * every
 
 
-@pytest.mark.parametrize("source", [pytest.param(s, marks=pytest.mark.slow) if s == "2x2" else s for s in SOURCES])
+@pytest.mark.parametrize("source", QUICKLY)
 def test_searches_are_the_same(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what would have been dominated is not made: programs, and the nodes that searches look at, are those without."""
 

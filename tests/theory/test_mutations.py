@@ -103,11 +103,12 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
+LONG = frozenset({"as many groups on every device"})  # groups of a norm are cut wrongly, too
 # operators whose first sample does not show what is planted
 ALL_SAMPLES = frozenset({"aten.to.dtype", "aten.conv2d.default"})
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in MUTATIONS])
 def test_the_audit_catches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, change = MUTATIONS[name]
     quick = target not in ALL_SAMPLES
