@@ -104,6 +104,7 @@ def test_a_view_in_which_nothing_comes_near_is_not_searched(seed: int) -> None:
     assert min(c.cost for c in found[1.0]) == min(c.cost for c in found[2.0]) == best
 
 
+@pytest.mark.slow
 def test_views_after_the_one_where_memory_binds_look_at_all_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, seen = case(TWO_VIEWS), []
 
@@ -135,6 +136,7 @@ def test_ratios_are_taken_as_far_as_peaks_allow(seed: int, memory: tuple[int, ..
     assert found.cost < (1 - gain) * before.cost
 
 
+@pytest.mark.slow
 def test_only_of_the_best_view_lengths_around_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, views = case(TWO_VIEWS), []
 

@@ -47,7 +47,7 @@ def equal(one: Peak | None, other: Peak | None) -> bool:
 @pytest.mark.parametrize(
     ("kind", "strategy", "cluster"),
     [
-        pytest.param(kind, strategy, FOUR, marks=[pytest.mark.slow] if strategy == "auto" and kind != "a mask for all" else [])
+        pytest.param(kind, strategy, FOUR, marks=[pytest.mark.slow] if strategy == "auto" else [])
         for kind in ("plain", "one weight", "a mask for all")
         for strategy in STRATEGIES
     ]

@@ -112,7 +112,7 @@ def planned(dtype: str, strategy: str) -> Plan:
     return plan
 
 
-SECONDS = (("bfloat16", "tensor-parallel"), ("float16", "4:4:1:1"), ("float16", "zero"), ("bfloat16", "sufficient factors"))  # the others are alike
+SECONDS = (*((dtype, "tensor-parallel") for dtype in LOWER), ("float16", "4:4:1:1"), ("float16", "zero"), ("bfloat16", "sufficient factors"))
 
 
 def curve_of_rank(plan: Plan, dtype: str, threads: Any = None) -> Curve:
