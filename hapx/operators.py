@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,17 +17,19 @@ def ctc(log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_length
         log_probs: (steps, batch, classes). targets: (batch, length), padded behind target_lengths. input_lengths, target_lengths: (batch,).
         blank: number of the class that stands for none. zero_infinity: whether a sample whose target does not fit into its input counts 0.
     """
-    losses = _losses(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
+    losses = _losses(log_probs, targets, _on_host(input_lengths, target_lengths), blank, zero_infinity)[0]
     return losses.masked_fill(losses == torch.inf, 0.0) if zero_infinity else losses
 
 
-def _losses(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _losses(log_probs: Tensor, targets: Tensor, lengths: Sequence[Tensor], blank: int, zero_infinity: bool) -> tuple[Tensor, Tensor]:
     """Losses, and the logarithms of what the first steps of a target have: how many they are depends on lengths, so they are no result."""
-    lengths = [n.to("cpu", torch.int64) for n in (input_lengths, target_lengths)]
     found: tuple[Tensor, Tensor] = torch.ops.aten._ctc_loss.Tensor(log_probs, targets, *lengths, blank, zero_infinity)
     return found
+
+
+def _on_host(*lengths: Tensor) -> list[Tensor]:
+    """Where torch's kernels read them."""
+    return [n.to("cpu", torch.int64) for n in lengths]
 
 
 @ctc.register_fake  # type: ignore[untyped-decorator]
@@ -40,9 +43,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-    log_probs, targets, input_lengths, target_lengths = ctx.saved_tensors
-    losses, first = _losses(log_probs, targets, input_lengths, target_lengths, ctx.blank, ctx.zero_infinity)
-    lengths = [n.to("cpu", torch.int64) for n in (input_lengths, target_lengths)]
+    log_probs, targets, *both = ctx.saved_tensors
+    lengths = _on_host(*both)
+    losses, first = _losses(log_probs, targets, lengths, ctx.blank, ctx.zero_infinity)
     found = torch.ops.aten._ctc_loss_backward.Tensor(cotangent, log_probs, targets, *lengths, losses, first, ctx.blank, ctx.zero_infinity)
     return found, None, None, None, None, None
 

@@ -95,8 +95,8 @@ def _addable(t: Tensor) -> Tensor:
 
 
 def _real(t: Tensor) -> Tensor:
-    """The same memory, of complex numbers as pairs of real ones, which backends can add."""
-    return torch.view_as_real(t).reshape(-1) if t.is_complex() else t
+    """Of complex numbers pairs of real ones, which backends can add, along a last dim; the same memory, unless it is conjugated when it is read."""
+    return torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t
 
 
 def _sizes(t: Tensor, flat: Tensor, lengths: Sequence[int]) -> list[int]:
@@ -129,7 +129,7 @@ class ProcessGroupCommunicator:
     @lost_rank()
     def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
         if t.is_complex():
-            return torch.view_as_complex(self.all_reduce(torch.view_as_real(t.detach().resolve_conj()), op))
+            return torch.view_as_complex(self.all_reduce(_real(t), op))
         result = _addable(t).clone(memory_format=torch.contiguous_format)
         if result.numel():
             dist.all_reduce(result, _OPERATIONS[op], group=self.group)
@@ -185,7 +185,7 @@ class ProcessGroupCommunicator:
     def reduce_scatter(self, t: Tensor, lengths: Sequence[int], form: Form = Form.PADDED) -> Tensor:
         assert t.shape[0] == sum(lengths), (tuple(t.shape), lengths)
         if t.is_complex():
-            return torch.view_as_complex(self.reduce_scatter(torch.view_as_real(t.detach().resolve_conj()), lengths, form))
+            return torch.view_as_complex(self.reduce_scatter(_real(t), lengths, form))
         flat = _addable(t).contiguous().reshape(-1)
         sizes = [length * math.prod(t.shape[1:]) for length in lengths]
         reduce = {Form.PADDED: self._reduce_padded, Form.GROUPED: self._reduce_grouped, Form.POINT_TO_POINT: self._reduce_directly}[form]

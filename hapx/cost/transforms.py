@@ -20,8 +20,7 @@ def kept_operands(graph: Graph, node: Node) -> tuple[str, ...]:
     source, *window = (graph.refs[name] for name in node.call.refs())
     if node.call.op == FRAMED:
         reads = not window or window[0].requires_grad
-        padded = "center" in dict(node.call.args) and node.call["center"]
-        own = (node.call["pad_mode"] in ("reflect", "replicate")) if padded else reads and source.dtype not in COMPLEX
+        own = node.call["pad_mode"] in ("reflect", "replicate") if node.call.get("center") else reads and source.dtype not in COMPLEX
         return (*([source.name] if own else []), *(w.name for w in window))
     real = node.call.op in _OF_REAL and source.dtype not in COMPLEX
     return (source.name,) if real and not _padded(graph, node) else ()
@@ -37,7 +36,7 @@ def kept_copies(graph: Graph, node: Node) -> tuple[tuple[str, float], ...]:
         width, copies = node.call["n_fft"], []
         if window:
             copies.append((out.name, float(out.size / out.shape[-2] * width * each)))
-        if "center" in dict(node.call.args) and node.call["center"] and (not window or window[0].requires_grad):
+        if node.call.get("center") and (not window or window[0].requires_grad):
             copies.append((source.name, source.bytes * (1.0 + width // 2 * 2 / source.shape[-1])))
         return tuple(copies)
     size = _padded(graph, node) if node.call.op in _OF_REAL else 0

@@ -24,6 +24,7 @@ from hapx.graph.capture_refusals import check_functions, check_modules
 from hapx.graph.capture_trace import MARK, Trace, trace
 from hapx.graph.normalize import Emitter, live_nodes, tensor_ref
 from hapx.graph.normalize_flatten import Flattener, Slot
+from hapx.graph.quiet import quiet
 from hapx.graph.regions import Mark, find_boundaries, find_regions
 from hapx.graph.segments import find_blocks, graph_hash
 from hapx.ir import CONTINUOUS, Graph, Kind, Node, Output, TensorRef
@@ -120,7 +121,7 @@ class _Assembler:
         flattener = Flattener(self.traced.prefix)
         results = flattener.run(self.traced.program.graph_module, self._roots(used), Mark())
         slots = [s for s in results if isinstance(s, Slot)]
-        with _fake_mode(self.traced), torch.enable_grad():
+        with quiet(), _fake_mode(self.traced), torch.enable_grad():  # autocast is asked with dtypes that not all operators take
             self.emitter.run(flattener.calls, slots)
             outputs = self._outputs(slots)
         return self._finish(outputs)

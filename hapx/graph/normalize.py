@@ -27,7 +27,7 @@ from hapx.graph import normalize_bags as bags
 from hapx.graph import normalize_random as random
 from hapx.graph import normalize_spectra as spectra
 from hapx.graph.capture_inputs import unique_name
-from hapx.graph.normalize_aliases import plain_form
+from hapx.graph.normalize_aliases import ADJOINTS, plain_form
 from hapx.graph.normalize_args import name_of
 from hapx.graph.normalize_autocast import Caster, call_with, fakes
 from hapx.graph.normalize_flatten import Call, Slot, slots_in
@@ -99,7 +99,7 @@ class Emitter:
             self._rename(drawn, call.out)
         elif name == spectra.TARGET and not bound["return_complex"]:
             self._rename(spectra.signals(bound, self._computing(call)), call.out)
-        elif name in spectra.ADJOINTS and arguments.dtype_of(bound["self"]).is_complex:
+        elif name in ADJOINTS and arguments.dtype_of(bound["self"]).is_complex:
             self._rename(spectra.adjoint(bound, self._computing(call)), call.out)
         elif (alias := plain_form(call.op, bound)) is not None:
             self._compute(call, *alias, call.out)

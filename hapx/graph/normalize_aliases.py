@@ -45,6 +45,9 @@ def _at_least(rank: int) -> Callable[[Bound], Sequence[int]]:
     return shape
 
 
+ADJOINTS = ("aten.adjoint.default", "aten.mH.default", "aten.matrix_H.default")
+
+
 def _adjoint(b: Bound) -> Alias:
     """Real tensors are their own conjugates. (Of complex ones: see `hapx.graph.normalize_spectra`.)"""
     return aten.transpose.int, {"self": b["self"], "dim0": -2, "dim1": -1}
@@ -97,9 +100,7 @@ _ALIASES: Mapping[str, Callable[[Bound], Alias | None]] = {
     "aten.atleast_1d.default": _reshaped(_at_least(1)),
     "aten.atleast_2d.default": _reshaped(_at_least(2)),
     "aten.atleast_3d.default": _reshaped(_at_least(3)),
-    "aten.adjoint.default": _adjoint,
-    "aten.mH.default": _adjoint,
-    "aten.matrix_H.default": _adjoint,
+    **dict.fromkeys(ADJOINTS, _adjoint),
     "aten.hsplit.int": _sections(lambda rank: min(1, rank - 1)),
     "aten.vsplit.int": _sections(lambda rank: 0),
     "aten.dsplit.int": _sections(lambda rank: 2),

@@ -22,7 +22,6 @@ from torch import Tensor
 from hapx.errors import CaptureError
 from hapx.graph.normalize_args import name_of
 from hapx.graph.normalize_flatten import Call, Slot
-from hapx.graph.quiet import quiet
 
 # what autocast casts: never float64, integers or booleans
 CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -115,7 +114,7 @@ class Policies:
 
     def _dtypes(self, op: torch._ops.OpOverload, values: Values, lower: torch.dtype | None) -> tuple[torch.dtype, ...] | None:
         try:
-            with quiet(), torch.autocast(self.device, dtype=lower or torch.bfloat16, enabled=lower is not None, cache_enabled=False):
+            with torch.autocast(self.device, dtype=lower or torch.bfloat16, enabled=lower is not None, cache_enabled=False):
                 result = call_with(op, values)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return None

@@ -19,7 +19,6 @@ from hapx.graph.normalize_bags import Compute
 from hapx.graph.normalize_flatten import Slot
 
 TARGET = "aten.istft.default"
-ADJOINTS = frozenset({"aten.adjoint.default", "aten.mH.default", "aten.matrix_H.default"})
 
 aten = torch.ops.aten
 

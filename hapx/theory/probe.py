@@ -255,7 +255,7 @@ def deal(whole: Tensor, placement: Placement, setting: Setting, generator: torch
 
 def _summands(x: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
     """Random tensors, of both signs, whose sum is `x`."""
-    if x.is_floating_point() or x.is_complex():
+    if is_continuous(x):
         parts = [_normal(x.shape, x.dtype, generator) for _ in range(count - 1)]
     else:
         parts = [torch.randint(-9, 10, x.shape, generator=generator, dtype=x.dtype) for _ in range(count - 1)]
@@ -379,6 +379,11 @@ def _differences(truth: Truth, runs: Sequence[Run], pre: Sequence[Placement], po
                 yield f"{ref.name} is not changed as on one device"
             elif not ref.mutated and any(isinstance(s, Sharded | Partial) for s in placement.states):
                 yield f"{ref.name} is changed in a copy that is thrown away"
+
+
+def is_continuous(x: Tensor) -> bool:
+    """Whether its dtype is one of `hapx.ir.CONTINUOUS`."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def same(a: Tensor, b: Tensor) -> bool:

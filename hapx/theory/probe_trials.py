@@ -19,7 +19,7 @@ from hapx.errors import UnsupportedOperatorError
 from hapx.ir import COMPLEX, CONTINUOUS, Node, OpCall, TensorRef
 from hapx.rules import Rule, Site, Slot
 from hapx.states import Cut, Placement, Sharded, State
-from hapx.theory.probe import Truth, failure, run_alone, same
+from hapx.theory.probe import Truth, failure, is_continuous, run_alone, same
 from hapx.theory.samples.draw import Draw, Sample, Values
 from hapx.theory.settings import Setting, line
 
@@ -238,11 +238,11 @@ def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 def _measured(truth: Truth) -> Truth:
     """The truth with the magnitude of its numbers: sums of large ones have large errors."""
     tensors = (*truth.operands, *truth.outputs, *truth.gradients)
-    ordinary = (x[x.abs() < ASTRONOMIC].abs() for x in tensors if x is not None and (x.is_floating_point() or x.is_complex()))
+    ordinary = (x[x.abs() < ASTRONOMIC].abs() for x in tensors if x is not None and is_continuous(x))
     return replace(truth, magnitude=max([1.0, *(float(x.max()) for x in ordinary if x.numel())]))
 
 
 def _is_telling(truth: Truth, options: Options) -> bool:
     """Whether most numbers of all outputs are finite, as others are equal too easily; or it is meant so."""
-    finite = all(float(o.isfinite().double().mean()) > 0.5 for o in truth.outputs if (o.is_floating_point() or o.is_complex()) and o.numel())
+    finite = all(float(o.isfinite().double().mean()) > 0.5 for o in truth.outputs if is_continuous(o) and o.numel())
     return finite or options.get("values") is Values.SPECIAL

@@ -6,18 +6,20 @@ states are tried for one overload of every entry. (Some ten seconds for 230 over
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import hapx.theory.ops  # noqa: F401  (fills the registry)
 from hapx.ir import OpCall
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Placement
-from hapx.theory.audit import AuditReport, audit, coverage, overloads, representatives
+from hapx.theory.audit import AuditReport, _unsound, audit, coverage, overloads, representatives
 from hapx.theory.derive import derive
 from hapx.theory.ops import losses
 from hapx.theory.probe import complete, deal, in_placement, truth
 from hapx.theory.registry import REGISTRY, lookup
-from hapx.theory.samples import SAMPLES, UNSAMPLED, Reason, sample, t
+from hapx.theory.samples import SAMPLES, UNSAMPLED, Reason, Values, sample, t
 from hapx.theory.settings import grid, line
 
 REASONS = {r.value for r in Reason}
@@ -131,3 +133,23 @@ def test_dealt_tensors_are_in_their_placement_and_in_no_other() -> None:
 def test_lengths_are_uneven_and_may_be_zero() -> None:
     cut = next(tr.work[0] for tr in derive(truth(sample("neg", self=t(6, 4))).graph, line(3).mesh).triples[0] if tr.work[0] and tr.work[0].units == 6)
     assert line(3).lengths[cut] == (1, 1, 4) and line(3, zero=1, first=2).lengths[cut] == (2, 0, 4) and line(2, zero=0).lengths[cut] == (0, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of kernels, as in the audit
+def test_what_is_claimed_holds_for_complex_numbers_too() -> None:
+    """Of every sample that also runs if all its ordinary operands are complex."""
+    twins, executed = 0, 0
+    for real in SAMPLES:
+        ordinary = {n for n, d in real.draws if d.dtype == "float64" and d.values in (Values.NORMAL, Values.POSITIVE)}
+        twin = replace(real, draws=tuple((n, replace(d, dtype="complex128") if n in ordinary else d) for n, d in real.draws))
+        try:
+            outputs = truth(twin).outputs
+        except Exception:  # whatever a kernel says: it takes real numbers only
+            continue
+        if ordinary and all(bool(o.isfinite().all()) for o in outputs):
+            number, unsound = _unsound(twin, quick=False)
+            assert not unsound, "\n".join(map(str, unsound))
+            twins, executed = twins + 1, executed + number
+    print(f"{twins} samples, {executed} triples")
+    assert twins > 350 and executed > 10_000

@@ -76,8 +76,8 @@ def filled(context: Context) -> Iterable[Rule]:
         yield Rule((PARTIAL, state), (state,))
 
 
-def _is_flat(context: Context) -> bool:
-    """Whether a step has no gradient: the direction of complex numbers has one."""
+def _is_real(context: Context) -> bool:
+    """The direction of complex numbers has a gradient, and whether one is real depends on it."""
     return context.operands[0].dtype in FLOATING
 
 
@@ -93,9 +93,9 @@ def prelu_signature(context: Context) -> str:
 op(LINEAR_UNARY, "self: * -> *", linear="self")
 op(UNARY, "self: * -> *")
 op(SCALAR, "self: * -> *")
-op(STEPS, "self: * -> *", extra=lambda c: [Rule((INVARIANT,), (REPLICATED,))] if c.operands[0].requires_grad and _is_flat(c) else [])
+op(STEPS, "self: * -> *", extra=lambda c: [Rule((INVARIANT,), (REPLICATED,))] if c.operands[0].requires_grad and _is_real(c) else [])
 op(ALIKE, "self: * -> *", extra=lambda c: [Rule((PARTIAL,), (REPLICATED,))])
-op("aten.isreal", "self: * -> *", extra=lambda c: [Rule((PARTIAL,), (REPLICATED,))] if c.operands[0].dtype in FLOATING else [])  # all are
+op("aten.isreal", "self: * -> *", extra=lambda c: [Rule((PARTIAL,), (REPLICATED,))] if _is_real(c) else [])
 op("aten.fill.Tensor", "self: *, value: -> *", extra=filled)
 op("aten.pow.Scalar aten.float_power.Scalar", "exponent: * -> *")
 op("aten.pow.Tensor_Tensor aten.float_power.Tensor_Tensor", "self: *, exponent: * -> *")
