@@ -185,7 +185,9 @@ def test_pool_shows_the_traceback_of_a_rank() -> None:
 # ---- the end of the process -----------------------------------------------------------------------------------------------------------------------
 
 TRAINS = """
-import atexit, os, sys
+import atexit, faulthandler, os, sys
+
+faulthandler.dump_traceback_later(200, exit=True)  # where it hangs, if it does
 
 def names():
     threads = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
