@@ -31,9 +31,11 @@ from torch.export import ExportedProgram
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
+from hapx import functions
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture_boundaries import mark_layer_boundary
 from hapx.graph.capture_checks import ONE_ROW, STAND_INS, unvalidated
+from hapx.graph.capture_functions import APPLIED, functions_as_operators
 from hapx.graph.capture_inputs import Inputs
 from hapx.graph.capture_outputs import container_of, split_output
 from hapx.graph.capture_refusals import World, is_inside_functorch_grad, refuse_gradients, user_functions
@@ -46,6 +48,7 @@ MARK = "hapx"  # key of the mark among a node's annotations
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OPERATORS = os.path.abspath(functions.__file__)  # of the user's functions
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 _FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 
@@ -86,7 +89,7 @@ class _Traced(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         changes = self.seen.changes = Changes()
         world = World(user_functions(self.module, self._loss_fn[0]), type(self.module).__name__)
-        with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device):
+        with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device), functions_as_operators(self._device.type):
             outputs = self._call(tensors)
             write_assigned_buffers(self.module, changes)
         world.check()
@@ -136,19 +139,25 @@ class _Recorder(TorchFunctionMode):
         user: FrameType | None = None
         checkpoint: FrameType | None = None
         function: FrameType | None = None
+        why: str | None = None  # of the call that the next frame outwards is of
+        reason = ""
         while frame is not None and frame.f_code is not self._root:
             file, name = frame.f_code.co_filename, frame.f_code.co_name
-            if file == _CHECKPOINT and name == "checkpoint":
+            if frame.f_code is APPLIED:
+                why = frame.f_locals.get("why", "")
+            elif file == _CHECKPOINT and name == "checkpoint":
                 checkpoint = frame
             elif file == _FUNCTION and name == "apply":
-                function = frame
+                if why != "":  # no operator
+                    function, reason = frame, why or ""
+                why = None
             elif user is None and not _internal(file):
                 user = frame
             frame = frame.f_back
         file, line, code = _place(user.f_code.co_filename, user.f_lineno) if user else ("", 0, "")
         mark = Mark(file, line, code, self._number(checkpoint), torch.is_grad_enabled(), self._autocast(), self._layer)
         if function is not None:
-            self._refuse(function, checkpoint, mark)
+            self._refuse(function, checkpoint, mark, reason)
         if is_inside_functorch_grad():
             raise CaptureError("a gradient of torch.func cannot be captured", where=mark.where, hint="write the gradient as operators")
         return mark
@@ -161,7 +170,7 @@ class _Recorder(TorchFunctionMode):
             return None
         return str(torch.get_autocast_dtype(self._device)).removeprefix("torch.")
 
-    def _refuse(self, function: FrameType, checkpoint: FrameType | None, mark: Mark) -> None:
+    def _refuse(self, function: FrameType, checkpoint: FrameType | None, mark: Mark, reason: str) -> None:
         """Tracing goes through the forward of an autograd.Function and loses its backward, without a word."""
         name = getattr(function.f_locals.get("cls"), "__name__", "Function")
         if checkpoint is not None and name == "_NoopSaveInputs":  # how torch before 2.13 starts a non-reentrant checkpoint
@@ -171,14 +180,14 @@ class _Recorder(TorchFunctionMode):
                 "a reentrant checkpoint cannot be captured: its gradients would be lost", where=mark.where, hint="pass use_reentrant=False"
             )
         raise CaptureError(
-            f"the torch.autograd.Function {name} cannot be captured: its backward would be lost",
+            f"the torch.autograd.Function {name} cannot be captured: {reason or 'its backward would be lost'}",
             where=mark.where,
             hint="write it with torch operators, or as a torch.library.custom_op with register_autograd",
         )
 
 
 def _internal(file: str) -> bool:
-    return file.startswith((_TORCH, _HERE, "<frozen", "<string>", "<eval"))
+    return file.startswith((_TORCH, _HERE, _OPERATORS, "<frozen", "<string>", "<eval"))
 
 
 def _place(file: str, line: int) -> tuple[str, int, str]:

@@ -17,6 +17,7 @@ import hapx.operators  # noqa: F401  (registers them)
 from hapx.collectives.freed import reading
 from hapx.collectives.rng import Rng
 from hapx.errors import PlanError
+from hapx.functions import make_known
 from hapx.ir import OpCall, Ref, TorchConst, Value
 from hapx.layout import local_offset
 from hapx.plan import Axes, LocalBlock, LocalIndices, LocalOffset, LocalShape, LocalSize
@@ -137,6 +138,7 @@ def find_operator(target: str) -> torch._ops.OpOverload:
     """The overload named "aten.linear.default". Raises PlanError for one that is not there."""
     try:
         namespace, name, overload = target.split(".")
+        make_known(namespace, name)
         found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except (ValueError, AttributeError):
         raise PlanError(

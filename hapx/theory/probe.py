@@ -24,6 +24,7 @@ from hapx.collectives.communicator import Communicator
 from hapx.collectives.composites import COMPOSITES
 from hapx.collectives.rng import Rng
 from hapx.collectives.threads import ThreadCommunicator, run_threads
+from hapx.functions import make_known
 from hapx.ir import CONVOLUTIONS, Graph, Kind, Node, OpCall, Output, Ref, TensorRef, TorchConst
 from hapx.layout import block, local_indices, local_offset, local_shape
 from hapx.plan import Axes, Axis, LocalBlock, LocalIndices, LocalOffset, LocalShape, LocalSize, Mesh
@@ -42,6 +43,7 @@ SEED = 5  # of the masks of random operators
 
 def find_overload(target: str) -> torch._ops.OpOverload:
     namespace, name, overload = target.split(".")
+    make_known(namespace, name)
     found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     assert isinstance(found, torch._ops.OpOverload)
     return found
