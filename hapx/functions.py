@@ -22,6 +22,7 @@ _BETWEEN = "_s_"  # parts of a name; other signs are _ and their hexadecimal num
 _SCHEMA = {"T": "Tensor", "b": "bool", "i": "int", "f": "float", "s": "str"}  # N: None, which the operator does not get
 _KINDS = ((Tensor, "T"), (bool, "b"), (int, "i"), (float, "f"), (str, "s"), (type(None), "N"))
 _LOCK = threading.Lock()
+_CLASSES: dict[str, type[Function]] = {}  # by the operator's name: the class that lies there now, as a notebook may define it again
 
 
 def kinds_of(args: Sequence[Any]) -> str | None:
@@ -48,8 +49,10 @@ def operator_of(function: type[Function], kinds: str, outputs: int) -> torch._op
     parts = function.__module__, function.__qualname__, kinds, str(outputs)
     name = _BETWEEN.join(re.sub(r"[^A-Za-z0-9]", lambda sign: f"_{ord(sign[0]):x}_", part) for part in parts)
     with _LOCK:
-        if not hasattr(getattr(torch.ops, NAMESPACE), name):
-            _register(name, function, kinds, outputs)
+        known = name in _CLASSES
+        _CLASSES[name] = function
+        if not known:
+            _register(name, kinds, outputs)
     found = getattr(getattr(torch.ops, NAMESPACE), name).default
     assert isinstance(found, torch._ops.OpOverload)
     return found
@@ -57,7 +60,7 @@ def operator_of(function: type[Function], kinds: str, outputs: int) -> torch._op
 
 def make_known(namespace: str, name: str) -> None:
     """Registers an operator of a plan that another process made. Raises AttributeError where the class is not there."""
-    if namespace != NAMESPACE or hasattr(getattr(torch.ops, NAMESPACE), name):
+    if namespace != NAMESPACE or name in _CLASSES:
         return
     module, path, kinds, outputs = (re.sub("_([0-9a-f]+)_", lambda code: chr(int(code[1], 16)), part) for part in name.split(_BETWEEN))
     try:
@@ -73,7 +76,7 @@ def _class_of(module: str, path: str) -> type[Function]:
     return found  # type: ignore[no-any-return]
 
 
-def _register(name: str, function: type[Function], kinds: str, outputs: int) -> None:
+def _register(name: str, kinds: str, outputs: int) -> None:
     arguments = ", ".join(f"{_SCHEMA[kind]} a{i}" for i, kind in enumerate(kinds) if kind != "N")
     returned = f"({', '.join(['Tensor'] * outputs)})" if outputs else "Tensor"
 
@@ -83,7 +86,7 @@ def _register(name: str, function: type[Function], kinds: str, outputs: int) -> 
 
     def forward(*given: Any) -> Any:
         with torch.no_grad():
-            made = run(function, [a.detach() if isinstance(a, Tensor) else a for a in whole(given)])
+            made = run(_CLASSES[name], [a.detach() if isinstance(a, Tensor) else a for a in whole(given)])
         lent = {a.untyped_storage()._cdata for a in given if isinstance(a, Tensor)}
         fresh = [t.clone() if t.untyped_storage()._cdata in lent else t for t in (made if outputs else (made,))]
         return tuple(fresh) if outputs else fresh[0]
@@ -98,7 +101,7 @@ def _register(name: str, function: type[Function], kinds: str, outputs: int) -> 
         given = [next(saved) if kind == "T" else other for kind, other in zip(kinds.replace("N", ""), ctx.others, strict=True)]
         twins = [a.detach().requires_grad_(needed) if isinstance(a, Tensor) else a for a, needed in zip(given, ctx.needs_input_grad, strict=True)]
         with torch.enable_grad():
-            made = run(function, whole(twins))
+            made = run(_CLASSES[name], whole(twins))
         reached = [(t, g) for t, g in zip(made if outputs else (made,), cotangents, strict=True) if g is not None and t.requires_grad]
         wanted = [t for t in twins if isinstance(t, Tensor) and t.requires_grad]
         if not reached or not wanted:

@@ -8,6 +8,7 @@ import warnings
 from functools import cache
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +25,11 @@ from hapx.runtime.calls import find_operator
 from hapx.theory.derive import derive
 from hapx.theory.discover import ProbedOperatorWarning, discover
 from hapx.verify import verify
+from support import functions
 from support.cases import MESHES
 from support.clusters import FOUR
 from support.equivalence import assert_equivalent
-from support.functions import Net, Projected, inputs
+from support.functions import Net, Projected, Swish, inputs
 from support.random_programs import Taste, random_plan
 
 
@@ -149,6 +151,25 @@ def test_refused(why: str) -> None:
 def test_refused_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="may cast under autocast"):
         capture(Net(), inputs(0))
+
+
+def test_a_class_that_is_defined_again_is_taken_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(Swish):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return 2 * x
+
+    x = torch.randn(3, dtype=torch.float64)
+    operator = find_operator(operators(graph())[0])
+    assert torch.equal(operator(x), Swish.forward(SimpleNamespace(save_for_backward=lambda *_: None), x))
+    Other.__module__, Other.__qualname__ = Swish.__module__, Swish.__qualname__
+    with monkeypatch.context() as patch:
+        patch.setattr(functions, "Swish", Other)
+        assert operators(capture(Net(), inputs(0))) == operators(graph())
+        assert torch.equal(operator(x), 2 * x)
+    capture(Net(), inputs(0))
+    assert not torch.equal(operator(x), 2 * x)
 
 
 def test_functions_run_as_ever_elsewhere() -> None:
