@@ -1,4 +1,5 @@
-"""Operators of our own, for what torch has only in a form that cannot be captured. Importing this registers them with torch.library."""
+"""Operators by name; and those of our own, for what torch has only in a form that cannot be captured. Importing this registers them with
+torch.library."""
 
 from __future__ import annotations
 
@@ -7,6 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hapx.functions import make_known
+
+
+def find_overload(target: str) -> torch._ops.OpOverload:
+    """The one named "aten.linear.default", or made of a torch.autograd.Function. Raises ValueError and AttributeError where there is none."""
+    namespace, name, which = target.split(".")
+    make_known(namespace, name)
+    found = getattr(getattr(getattr(torch.ops, namespace), name), which)
+    assert isinstance(found, torch._ops.OpOverload)
+    return found
 
 
 @torch.library.custom_op("hapx_ops::ctc", mutates_args=())  # type: ignore[untyped-decorator]

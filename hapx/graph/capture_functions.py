@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hapx.functions import kinds_of, lies_open, operator_of, run
 
+LOST = "its backward would be lost"
+
 _here = threading.local()  # `device`: the kind of device for which this thread captures
 _lock = threading.Lock()
 _capturing = 0  # threads
@@ -58,7 +60,7 @@ APPLIED = _applied.__code__
 
 def _reason(cls: type[Function], kinds: str | None) -> str:
     if cls.__module__.startswith("torch."):
-        return "its backward would be lost"
+        return LOST
     if kinds is None:
         return "its arguments are not tensors, numbers, texts and None only"
     if not lies_open(cls):

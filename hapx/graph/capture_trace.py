@@ -35,7 +35,7 @@ from hapx import functions
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture_boundaries import mark_layer_boundary
 from hapx.graph.capture_checks import ONE_ROW, STAND_INS, unvalidated
-from hapx.graph.capture_functions import APPLIED, functions_as_operators
+from hapx.graph.capture_functions import APPLIED, LOST, functions_as_operators
 from hapx.graph.capture_inputs import Inputs
 from hapx.graph.capture_outputs import container_of, split_output
 from hapx.graph.capture_refusals import World, is_inside_functorch_grad, refuse_gradients, user_functions
@@ -180,7 +180,7 @@ class _Recorder(TorchFunctionMode):
                 "a reentrant checkpoint cannot be captured: its gradients would be lost", where=mark.where, hint="pass use_reentrant=False"
             )
         raise CaptureError(
-            f"the torch.autograd.Function {name} cannot be captured: {reason or 'its backward would be lost'}",
+            f"the torch.autograd.Function {name} cannot be captured: {reason or LOST}",
             where=mark.where,
             hint="write it with torch operators, or as a torch.library.custom_op with register_autograd",
         )

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import hapx.operators  # noqa: F401  (registers them)
 from hapx.collectives.freed import reading
 from hapx.collectives.rng import Rng
 from hapx.errors import PlanError
-from hapx.functions import make_known
 from hapx.ir import OpCall, Ref, TorchConst, Value
 from hapx.layout import local_offset
+from hapx.operators import find_overload
 from hapx.plan import Axes, LocalBlock, LocalIndices, LocalOffset, LocalShape, LocalSize
 from hapx.runtime.local import Communicators, Position
 
@@ -137,15 +136,11 @@ class Arguments:
 def find_operator(target: str) -> torch._ops.OpOverload:
     """The overload named "aten.linear.default". Raises PlanError for one that is not there."""
     try:
-        namespace, name, overload = target.split(".")
-        make_known(namespace, name)
-        found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        return find_overload(target)
     except (ValueError, AttributeError):
         raise PlanError(
             f"there is no operator {target!r}", hint="import the library that registers it, or plan again with this version of torch"
         ) from None
-    assert isinstance(found, torch._ops.OpOverload)
-    return found
 
 
 def returns_several(function: torch._ops.OpOverload) -> bool:

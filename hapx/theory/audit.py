@@ -22,12 +22,13 @@ from itertools import product
 import torch
 
 from hapx.ir import CONTINUOUS, OpCall, TensorRef
+from hapx.operators import find_overload
 from hapx.plan import Triple
 from hapx.states import INVARIANT, PARTIAL, REPLICATED, Cut, Partial, Placement, Sharded, State
 from hapx.theory.conversion import free
 from hapx.theory.derive import derive
 from hapx.theory.grains import Grains, find_grains
-from hapx.theory.probe import Run, Truth, communicates, deal, failure, find_overload, in_placement, is_empty, run_all, truth
+from hapx.theory.probe import Run, Truth, communicates, deal, failure, in_placement, is_empty, run_all, truth
 from hapx.theory.registry import REGISTRY, LocalCall, lookup
 from hapx.theory.samples import SAMPLES, UNSAMPLED, Reason, Sample, samples_of
 from hapx.theory.settings import Setting, grid, line

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hapx.operators  # noqa: F401  (registers them)
 from hapx.collectives.communicator import Communicator
 from hapx.collectives.composites import COMPOSITES
 from hapx.collectives.rng import Rng
 from hapx.collectives.threads import ThreadCommunicator, run_threads
-from hapx.functions import make_known
 from hapx.ir import CONVOLUTIONS, Graph, Kind, Node, OpCall, Output, Ref, TensorRef, TorchConst
 from hapx.layout import block, local_indices, local_offset, local_shape
+from hapx.operators import find_overload
 from hapx.plan import Axes, Axis, LocalBlock, LocalIndices, LocalOffset, LocalShape, LocalSize, Mesh
 from hapx.states import REPLICATED, Partial, Placement, Sharded, dual
 from hapx.theory.registry import LocalCall, lookup
@@ -39,14 +38,6 @@ SEED = 5  # of the masks of random operators
 
 
 # --- the call on one device --------------------------------------------------------------------------------------------------
-
-
-def find_overload(target: str) -> torch._ops.OpOverload:
-    namespace, name, overload = target.split(".")
-    make_known(namespace, name)
-    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    assert isinstance(found, torch._ops.OpOverload)
-    return found
 
 
 def complete(call: OpCall) -> OpCall:

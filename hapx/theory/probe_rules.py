@@ -20,10 +20,11 @@ from math import gcd, prod
 import torch
 
 from hapx.ir import CONTINUOUS, Kind, Node, OpCall, Ref, TensorRef
+from hapx.operators import find_overload
 from hapx.rules import Rule, Site, Slot
 from hapx.states import PARTIAL, REPLICATED, Cut, Placement
 from hapx.theory.conversion import free
-from hapx.theory.probe import Locals, Run, Truth, deal, find_overload, in_placement, run_all
+from hapx.theory.probe import Locals, Run, Truth, deal, in_placement, run_all
 from hapx.theory.probe_trials import SETTINGS, Trial, Trials, Unprobed, state
 from hapx.theory.settings import Setting
 
