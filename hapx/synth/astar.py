@@ -47,6 +47,7 @@ class Domain(Protocol[N]):
     """What is searched."""
 
     depth: int  # level of complete solutions
+    sharp: bool  # estimates made in haste are nearly what they would be: better guesses than what is likely
 
     def start(self) -> N | None: ...
 
@@ -235,7 +236,7 @@ def _followed(domain: Domain[N], width: Width, statistics: Statistics, nodes: li
     """From nodes of one level. What leaps over others is followed to its end at once, as it limits everything else, unless its bound is above that of
     one that was: then it waits at its level, as all others do. Once something has leapt, only what also does is followed further where the domain is
     settled: of many rounds all but the first few are alike."""
-    least, waiting = inf, dict[int, list[N]]()
+    least, waiting, hasty = inf, dict[int, list[N]](), width.nodes == 1 or domain.sharp
     while nodes and nodes[0].level < domain.depth:
         limit = best.estimate * within if best is not None else inf
         leapt: dict[int, list[N]] = {}
@@ -244,7 +245,7 @@ def _followed(domain: Domain[N], width: Width, statistics: Statistics, nodes: li
             statistics.expansions += 1
             repeated = domain.leaps(node, limit) if settled else domain.again(node, limit)
             statistics.cut += settled and not repeated
-            for successor in domain.successors(node, limit, width.nodes + 2, hasty=width.nodes == 1) if repeated is None else repeated:
+            for successor in domain.successors(node, limit, width.nodes + 2, hasty=hasty) if repeated is None else repeated:
                 statistics.generated += 1
                 ahead = waiting if successor.level == node.level + 1 else leapt
                 ahead.setdefault(successor.level, []).append(successor)
@@ -304,8 +305,9 @@ def _ranked(domain: Domain[N], nodes: list[N], width: Width) -> list[N]:
     ranked = sorted(nodes, key=lambda n: n.estimate)
     if len(nodes) <= width.nodes:
         return ranked
-    in_turns = chain.from_iterable(zip(sorted(nodes, key=domain.likely), ranked, strict=True))
-    ranked = list({id(n): n for n in in_turns}.values())
+    if not domain.sharp:
+        in_turns = chain.from_iterable(zip(sorted(nodes, key=domain.likely), ranked, strict=True))
+        ranked = list({id(n): n for n in in_turns}.values())
     if not width.apart:
         return ranked
     seen: Counter[int] = Counter()

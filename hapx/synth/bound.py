@@ -67,9 +67,8 @@ class Bound:
 
     def sharpen(self, limit: float) -> None:
         """Makes the bound sharper, which takes about as long as a hundred partial programs. limit: seconds of a program that is known."""
-        potentials = Potentials(self.relaxation)
-        potentials.refine(self.problem.start, limit)
-        self.potentials = potentials
+        self.potentials = self.potentials or Potentials(self.relaxation)
+        self.potentials.refine(self.problem.start, limit)
         for known in self._at:
             known.clear()
 

@@ -27,6 +27,7 @@ from hapx.synth.problem import Choice, Problem, Step
 from hapx.synth.seeds import Mask
 
 SETTLED = 4  # rounds after which beams follow what repeats itself only
+NEARER = 0.02  # relative difference of programs that are known, for which the bound is not made sharper again
 MANY = 32  # moves of a choice, from which on those that are hopeless are looked for in arrays
 
 
@@ -154,6 +155,8 @@ class Synthesis:
         self.repetition: Repetition = self.bound.relaxation.repetition
         self.only: Mapping[int, Mask] | None = None  # by id of a step class, the choices that are looked at
         self.bounded = self.unfit = self.dominated = 0  # what was not followed: for the bound, for the limits, for what is there already
+        self.sharp = False
+        self._sharpened = inf  # below which programs were wanted when that was last done
         self.following = Following(problem, self.moves, arrays=limits is None)
         self._left = self._least_memory() if limits is not None else []
 
@@ -166,9 +169,10 @@ class Synthesis:
         return State(0, self.problem.start, fixed, self.zero, self.zero, self.fixed_memory, estimate, fixed, None, None)
 
     def sharpen(self, limit: float) -> Callable[[State], float] | None:
-        """See `hapx.synth.astar.Sharpen`; None where the bound is sharp already."""
-        if self.bound.potentials is not None:
+        """See `hapx.synth.astar.Sharpen`; None where the bound is sharp already, by what was known of programs then."""
+        if self.bound.potentials is not None and limit >= self._sharpened * (1 - NEARER):
             return None
+        self._sharpened = limit
         self.bound.sharpen(limit)
         return self.estimated
 

@@ -62,6 +62,7 @@ class Lean:
     """The domain of the beam. Estimates are the part that the peak so far is of what may be used; `spent`: the same of all that stays."""
 
     moments: type[Moments] = Moments
+    sharp = False
 
     def __init__(self, problem: Problem, exact: CostModel, lengths: Lengths, only: Mapping[int, Mask] | None = None):
         self.problem, self.exact, self.kinds, self.only = problem, exact, len(exact.kinds), only

@@ -19,11 +19,16 @@ message passing for energy minimization"). Such bounds for best-first search: Ih
 Whatever F is, what is found backward is a bound. So F of the last search, at other shares, is where the next one begins: a round is enough then,
 where six are needed from nothing. After phases that a choice of its own ends the weights are the same here as before.
 
+Of equal layers the first and the last ones are computed. Where M_k + C_k >= M_k' + C_k' + D, k' one period after k, the same is a bound one period
+before k, and so on: the cheapest way through a layer to what costs D more costs D more. So the layers between have the potentials of the one after
+them, plus D.
+
 Invariant: never more than the true cost of the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from operator import add
 from typing import NamedTuple
 
@@ -38,6 +43,7 @@ ROUNDS = 16  # backward and forward, at most
 GAIN = 0.1  # part of what is left to a program that is known by which a round must raise the bound, or it is the last one
 SLIGHT = 1e-3  # the same of the bound, where no program is known
 ROUNDING = 1e-12  # of the bound: more than rounding adds to sums of potentials
+FIRST, LAST = 2, 3  # repetitions that are computed; those between the first and the last are told by them
 FAR = 100.0  # times the bound: what stands in parts of costs for what cannot be
 
 
@@ -92,7 +98,8 @@ class Potentials:
         self.relaxation, self.problem, self.outline = relaxation, relaxation.problem, relaxation.outline
         self.weights, self.depth = len(relaxation.weights), len(self.problem.steps)
         self._live = self._tracked()
-        self._steps = [self._local(level) for level in range(self.depth)]
+        self._steps: dict[int, Local] = {}
+        self._period = {level: period for start, stop, period in self._middles() for level in range(start, stop)}
         self._after: list[dict[int, Array]] = [{} for _ in range(self.depth + 1)]  # M, per level by where tensors have their bits
         self._kind = relaxation.moves.capacity is None  # F of seconds says nothing of bytes
         # F; at first nothing is known of it
@@ -132,7 +139,7 @@ class Potentials:
 
     def choices(self, level: int, place: int) -> Array:
         """(choice, weights) -> the same of a program that makes a choice of step `level`."""
-        step, reads = self._steps[level], place & self.problem.steps[level].reads
+        step, reads = self._step(level), place & self.problem.steps[level].reads
         own = self._by_choice[level].get(reads)
         if own is None:
             if level not in self._made:
@@ -175,8 +182,11 @@ class Potentials:
 
     def _backward(self) -> None:
         """M and C from F."""
+        added: dict[int, Array] = {}
         for level in range(self.depth - 1, -1, -1):
-            step, own, before = self._steps[level], self._own(level), self._before[level]
+            if level in self._period and self._repeat(level, added):
+                continue
+            step, own, before = self._step(level), self._own(level), self._before[level]
             after = {at: self._after[level + 1][at] for at in self._live[level] if at in self._live[level + 1]}
             self._constants[level] = self._constants[level + 1]
             used = [self._used(level, read) for read in step.reads]
@@ -190,10 +200,31 @@ class Potentials:
             self._after[level] = after
         self._forget()
 
+    def _repeat(self, level: int, added: dict[int, Array]) -> bool:
+        """M and C of a level from those one period later, if that is possible. added: by level, what its bound is above that of one period later."""
+        later, moved = self._one_period_later(level)
+        if later not in added:
+            after, there = self._one_period_later(later)
+            mine, other = self._after[later], self._after[after]
+            with np.errstate(invalid="ignore"):
+                more = [rows - other[there.get(at, at)] for at, rows in mine.items()]  # not a number where neither can be
+            added[later] = self._constants[later] - self._constants[after] + sum([np.where(np.isnan(m), np.inf, m).min(axis=0) for m in more])
+        if not np.isfinite(added[later]).all():
+            return False
+        added[level] = added[later]
+        self._after[level] = {at: self._after[later][moved.get(at, at)] for at in self._live[level]}
+        self._constants[level] = self._constants[later] + added[level]
+        return True
+
     def _forward(self) -> None:
         """F from M: what it costs to come to each placement, of each of the tensors that a step leaves a part."""
-        for level, step in enumerate(self._steps):
-            known, live = self._before[level], self._live[level + 1]
+        for level in range(self.depth):
+            if level in self._period:  # of repetitions that are not computed as one period before
+                _, moved = self._one_period_later(level + 1 - self._period[level])
+                known = self._before[level + 1 - self._period[level]]
+                self._before[level + 1] = {moved.get(at, at): rows for at, rows in known.items()}
+                continue
+            step, known, live = self._step(level), self._before[level], self._live[level + 1]
             before = {at: rows for at, rows in known.items() if at in live}
             total, kept, stored = step.base, [], []
             for read in step.reads:
@@ -221,7 +252,7 @@ class Potentials:
 
     def _own(self, level: int) -> Array:
         """(choice, weights) -> what a choice costs, and its results' potentials; B."""
-        step, after = self._steps[level], self._after[level + 1]
+        step, after = self._step(level), self._after[level + 1]
         total = step.base
         for at, gives in step.results:
             total = total + after[at][gives]
@@ -278,6 +309,40 @@ class Potentials:
         return len(self.outline.sets(table)) if wide else len(table.placements)
 
     # -- what does not change ---------------------------------------------------------------------------------------------------------------------
+
+    def _middles(self) -> Iterator[tuple[int, int, int]]:
+        """Start and end of levels whose potentials are those of a period later, and that period."""
+        start, free = 0, 0
+        for level in range(self.depth + 1):
+            period = self._alike(start)
+            if level < self.depth and level > start and period and self._alike(level) == period:
+                continue
+            if period:
+                begin = max(start + FIRST * period, free)
+                end = begin + (level - (LAST - 1) * period - begin) // period * period
+                if begin < end:
+                    yield begin, end, period
+                    free = level + period
+            start = level
+
+    def _alike(self, level: int) -> int:
+        """The period of a step that does what the one a period later does, with tensors that are used alike; else 0."""
+        if level == self.depth or not self.outline.later(self.relaxation.repetition, self.depth)[level].taken:
+            return 0
+        later, moved = self._one_period_later(level)
+        live, there = self._live[level], self._live[later]
+        same = len(live) == len(there) and all((o := there.get(moved.get(at, at))) and o.table is t and o.wide == w for at, (t, w) in live.items())
+        return later - level if same else 0
+
+    def _one_period_later(self, level: int) -> tuple[int, Mapping[int, int]]:
+        """That level, and where what is live has its bits there, where that is elsewhere."""
+        found = self.outline.later(self.relaxation.repetition, self.depth)[level]
+        return found.level, found.moved or {}
+
+    def _step(self, level: int) -> Local:
+        if level not in self._steps:
+            self._steps[level] = self._local(level)
+        return self._steps[level]
 
     def _tracked(self) -> list[dict[int, Tracked]]:
         """Per level, what is live before it and read again, by where it has its bits."""

@@ -10,7 +10,8 @@ Memory is first left out. If the program found then fits, it is the answer, beca
 memory gets a price (`hapx.synth.limited`), and in small problems the search is then made with memory as part of the state, unless a step reads so
 many parameters that their ways to be stored are too many to compare (`hapx.synth.moves.Crowded`).
 
-A search that is not short makes its bound sharper on the way (`hapx.synth.potentials`), and those at other shares after it begin with that.
+A search that is not short makes its bound sharper on the way (`hapx.synth.potentials`), and those at other shares after it begin with that. In
+larger problems beams come first, and are as good as the bound: where it leaves much to the first of them, it is made sharper before the others.
 
 How exact: programs of up to `EXACT` steps are optimal, those of up to `NEARLY` within `ALMOST` and larger ones within `WITHIN` of the optimum,
 proven by the bound, unless the search ends with its budget; then a wider beam follows, and where that leaves little in a problem of one axis and few
@@ -63,6 +64,8 @@ NEARBY = 0.05  # relative difference of shares at which wider beams hardly find 
 AGAIN = 20_000  # the same once more, where beams found something better and left less than `NEAR`, on one axis and up to `NEARLY[1]` steps
 LONG = 60_000  # the same for problems of up to EXACT steps in which memory binds, where a single one is searched
 SHARPEN = 50  # partial programs after which the bound is made sharper, in problems of up to `EXACT` steps: about as long as that takes;
+LOOSE = 0.02  # what the bound may leave to the first program of a larger problem, or it is made sharper at once;
+RAISED = 0.005  # part of that program's cost by which the bound must become sharper, or beams are not led by it alone
 SHARP = 400  # in those of up to so many steps where the search would end with its budget and what it finds is wanted; then in every later search
 EXACT = 100  # steps up to which a problem is solved to the end
 NEARLY = (400, 110)  # and up to which one is solved to a, on meshes of one axis and of several,
@@ -70,6 +73,7 @@ ALMOST = 1e-6  # relative distance from the optimum
 NEAR = 0.01  # what may be left to the bound without another beam
 # of those that follow where a search ends with its budget, if more than this is left; on meshes of one axis and of several,
 WIDE = (((Width(16), 0.0), (Width(8, True), NEAR)), ((Width(4, True), 0.0), (Width(8, True), NEAR / 2), (Width(12), NEAR)))
+SHARPENED = ((Width(8, True), NEAR / 2),)  # in larger problems whose bound was made sharper before,
 WIDEST = ((Width(64), 0.0),)  # where memory binds in a problem of up to EXACT steps,
 PARTLY = ((WIDTH, NEAR), (Width(12), NEAR))  # and where sums of gradients count in part
 # where memory has prices in a larger one, on one axis and on several: what was found at other prices hardly leads anywhere else
@@ -277,8 +281,11 @@ def _search(
     within = _tolerance(problem) if tolerance is None else tolerance
     if best is None or problem.exposed < 1:  # what was found where all counts is far from the best where a part does
         best = _incumbent(domain, statistics, within, best)
+    else:
+        best = _sharpened(domain, statistics, within, best)
     for width in widths:
-        best = beam(domain, width, statistics, best, WORTH * within)
+        if not (domain.sharp and width == NARROW):
+            best = beam(domain, width, statistics, best, WORTH * within)
     own = Statistics()
     several = len(problem.theory.mesh.axes) > 1
     short = problem.brief or problem.within > 0 or (problem.exposed < 1 and several)
@@ -289,7 +296,7 @@ def _search(
     before = best
     far = best is not None and best.estimate * (1 - own.gap) > known
     if wide and not far and not problem.within and own.unproven and not _found_by_wider(domain, best):
-        best = _widened(domain, own, best, WIDE[several] if problem.exposed == 1 else PARTLY, within)
+        best = _widened(domain, own, best, SHARPENED if domain.sharp else WIDE[several] if problem.exposed == 1 else PARTLY, within)
         if best is not None:
             problem.widened[problem.exposed, domain.moves.capacity] = best, domain.moves.values.shares
     solvable = not far and not several and len(problem.steps) <= NEARLY[1] and tolerance is None and not short
@@ -312,6 +319,7 @@ def _incumbent(domain: Synthesis, statistics: Statistics, within: float, best: S
     problem = domain.problem
     if problem.seeds is None:
         problem.seeds = seeds(problem)
+    several = len(problem.theory.mesh.axes) > 1
     narrow, wide = [(seed, NARROW) for seed in problem.seeds], [(None, WIDTH)] if problem.exposed == 1 else []
     start = domain.start()
     for only, width in [(None, NARROW), *(wide + narrow if problem.within else narrow + wide)]:
@@ -319,8 +327,27 @@ def _incumbent(domain: Synthesis, statistics: Statistics, within: float, best: S
             break
         domain.only = only
         best = beam(domain, width, statistics, best, WORTH * within)
+        if best is not None and only is None and (width == WIDTH or problem.exposed < 1 or not several):
+            best = _sharpened(domain, statistics, within, best)
     domain.only = None
     return best
+
+
+def _sharpened(domain: Synthesis, statistics: Statistics, within: float, best: State) -> State | None:
+    """Of a larger problem, what a narrow beam finds once more where the bound leaves much: with a sharper one it goes wrong less often than wide ones
+    without. Where it did not become sharper once, that is not tried again."""
+    problem, start, of_seconds = domain.problem, domain.start(), domain.moves.capacity is None
+    if start is None or domain.depth <= EXACT or of_seconds in problem.blunt or start.estimate >= best.estimate * (1 - LOOSE):
+        return best
+    if domain.sharpen(best.estimate) is None:
+        return best
+    sharper = domain.start()
+    assert sharper is not None, "as before"
+    if not domain.sharp and sharper.estimate - start.estimate < RAISED * best.estimate:
+        problem.blunt.add(of_seconds)
+        return best
+    domain.sharp = True
+    return beam(domain, NARROW, statistics, best, WORTH * within)
 
 
 def _counted(domain: Synthesis, statistics: Statistics, best: State | None) -> State | None:

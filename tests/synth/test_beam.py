@@ -32,6 +32,7 @@ class Tree:
     repeating: levels at which what is good repeats itself. quick: lower bounds, by word, of what is made in haste."""
 
     depth: int
+    sharp = False
     bound: dict[str, float]
     guess: dict[str, float] = field(default_factory=dict)
     leaping: dict[str, str] = field(default_factory=dict)

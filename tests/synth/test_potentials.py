@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hapx.restriction import Restriction
 from hapx.synth import search as searching
-from hapx.synth.astar import Statistics, search
+from hapx.synth.astar import Front, Statistics, search
 from hapx.synth.domain import State, Synthesis
 from hapx.synth.exhaustive import Enumeration
 from hapx.synth.potentials import Potentials
 from hapx.synth.problem import Problem, build
-from hapx.synth.search import least_memory, program_key, solve, synthesize
+from hapx.synth.search import Solution, least_memory, program_key, solve, synthesize
 from support import toy
 from support.completions import KINDS, Unbounded, random_domain, used_again, used_often, walk
 from support.problems import problem_of
+from support.zoo import load
 
 PADDED = frozenset({"padded"})
 RULE = Restriction(forms=PADDED)
@@ -123,6 +127,63 @@ def cells() -> tuple[Problem, Synthesis]:
     return problem, Synthesis(problem, dict.fromkeys(problem.cuts, costs.speeds), None)
 
 
+class Layers(nn.Module):
+    """Equal layers, each with a residual connection; what the first ones make is read by all of them."""
+
+    def __init__(self, width: int, layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(width, 2 * width), nn.Linear(2 * width, width)]) for _ in range(layers))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        gate = torch.sigmoid(x)
+        for up, down in self.layers:
+            x = x + down(torch.relu(up(x))) * gate
+        return nn.functional.mse_loss(x, y)
+
+
+class Onward(Unbounded):
+    """With the bound."""
+
+    def successors(
+        self, state: State, limit: float, most: int | None = None, front: Front[State] | None = None, hasty: bool = False
+    ) -> Iterator[State]:
+        yield from self.domain.successors(state, limit)
+
+
+@pytest.mark.parametrize("view", ["flat", "2x2"])
+def test_equal_layers_have_the_potentials_of_the_one_after_them(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never above the cheapest completion, and nearly those that are computed layer by layer; and so at the shares that are searched next."""
+    with torch.device("meta"):
+        model, x = Layers(256, 14), torch.zeros(96, 256)
+    problem, costs = problem_of(model, (x, x), "a6000x2_2080tix2", view)
+    even = np.ones_like(costs.speeds) / sum(map(len, costs.kinds))
+    states = 0
+    for shares in (costs.speeds, even):
+        domain, plain = (Synthesis(problem, dict.fromkeys(problem.cuts, shares), None) for _ in range(2))
+        best = search(plain, Statistics())
+        assert best is not None
+        told = Potentials(domain.bound.relaxation)
+        told.refine(problem.start, 2 * best.estimate)
+        middle = list(told._period)
+        assert len(middle) > len(problem.steps) / 3, middle
+        with monkeypatch.context() as m:
+            m.setattr(Potentials, "_middles", lambda self: iter(()))
+            each = Potentials(domain.bound.relaxation)
+        each._before = [dict(known) for known in told._before]
+        each._backward()
+        assert max(told.rest(0, problem.start)) > 0.99 * max(each.rest(0, problem.start))
+        for seed in range(3):
+            for state in walk(plain, Random(seed)):
+                if state.level in middle and state.level % 5 == seed:
+                    found = search(Onward(plain, state), Statistics())
+                    assert found is not None
+                    estimate = domain.bound.estimate(state.cost, state.forward, state.backward, told.rest(state.level, state.place))
+                    assert estimate <= found.estimate * (1 + 1e-9), (seed, state.level)
+                    states += 1
+    print(f"{states} states")
+    assert states > 10
+
+
 def test_what_several_parameters_cost_in_every_step_is_known_from_the_start() -> None:
     """Tables that follow one tensor at a time do not see 40 % of it; the search ended with its budget, 36 % of the cost unproven."""
     problem, domain = cells()
@@ -169,3 +230,26 @@ def test_a_search_at_other_shares_begins_with_what_is_known(monkeypatch: pytest.
     print(f"{slowly * 1e3:.4f} ms after {several} rounds from nothing, {quickly * 1e3:.4f} after {few}; the best {best.cost * 1e3:.4f}")
     assert quickly > 0.999 * slowly > 0.98 * best.cost
     assert few < several
+
+
+@pytest.mark.parametrize("shares", ["by speed", "even"])
+def test_a_sharp_bound_spares_larger_problems_most_of_the_search(shares: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six layers of Llama: the same program, proven, after a part of what is looked at with a bound that leaves much."""
+    llama: Any = load("llama")
+    with torch.device("meta"):
+        model, text = llama.Llama(replace(llama.SIZES["1B"], layers=6), 256), torch.zeros(16, 256, dtype=torch.int64)
+
+    def found() -> Solution:
+        problem, costs = problem_of(model, (text, text), "a100x2_p100x2", "flat")
+        at = costs.speeds if shares == "by speed" else np.ones_like(costs.speeds) / sum(map(len, costs.kinds))
+        assert len(problem.steps) > searching.EXACT
+        return solve(problem, dict.fromkeys(problem.cuts, at), None, program_key(problem.theory))
+
+    sharp = found()
+    monkeypatch.setattr(searching, "_sharpened", lambda domain, statistics, within, best: best)
+    plain = found()
+    many, few = plain.statistics.generated, sharp.statistics.generated
+    print(f"{sharp.cost * 1e3:.3f} ms, {sharp.statistics.gap:.2e} left, of {few} partial programs; {plain.cost * 1e3:.3f} of {many}")
+    assert sharp.cost == pytest.approx(plain.cost, rel=1e-6)
+    assert sharp.statistics.gap < 1.1 * searching.ALMOST
+    assert few < many / 2
