@@ -47,6 +47,48 @@ FIRST, LAST = 2, 3  # repetitions that are computed; those between the first and
 FAR = 100.0  # times the bound: what stands in parts of costs for what cannot be
 
 
+MANY = 24  # numbers of which the least is found by halves
+
+
+def least(cost: Array) -> Array:
+    """(choice, row, weights) -> (choice, weights): the least of all rows. Of many by halves, whose numbers lie side by side: four times as fast."""
+    while (rows := cost.shape[1]) > MANY:
+        half = rows // 2
+        halved = np.minimum(cost[:, :half], cost[:, half : 2 * half])
+        if rows % 2:
+            np.minimum(halved[:, 0], cost[:, -1], out=halved[:, 0])
+        cost = halved
+    found: Array = cost.min(axis=1)
+    return found
+
+
+class Groups(NamedTuple):
+    """Numbers that say where each of as many costs goes: their order, where each group of equal ones starts, and its number."""
+
+    order: Numbers
+    starts: Numbers
+    numbers: Numbers
+
+    @classmethod
+    def of(cls, numbers: Numbers) -> Groups:
+        flat = numbers.ravel()
+        order = np.argsort(flat, kind="stable")
+        starts = np.flatnonzero(np.diff(flat[order], prepend=-1))
+        return cls(order, starts, flat[order][starts])
+
+    @classmethod
+    def inside(cls, members: Mask) -> Groups:
+        """The placements that each row of a mask has."""
+        rows, placements = np.nonzero(members)
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))
+        return cls(placements, starts, rows[starts])
+
+    def least(self, cost: Array, found: Array) -> Array:
+        """`found`, (number, weights), with the least of each group; the same as `np.minimum.at`, five times as fast."""
+        found[self.numbers] = np.minimum.reduceat(cost.reshape(-1, cost.shape[-1])[self.order], self.starts, axis=0)
+        return found
+
+
 class Tracked(NamedTuple):
     """A tensor that is live before a level. wide: it was used before, and the next use is not the last: its rows are the sets of placements of
     `Outline.sets`. Else they are single placements, of which the best one counts."""
@@ -64,6 +106,7 @@ class Read(NamedTuple):
     needs: Numbers
     members: Mask | None = None
     following: Numbers | None = None
+    groups: Groups | None = None  # of `following`, or of the placements of each row
 
     @property
     def live(self) -> bool:
@@ -99,6 +142,7 @@ class Potentials:
         self.weights, self.depth = len(relaxation.weights), len(self.problem.steps)
         self._live = self._tracked()
         self._steps: dict[int, Local] = {}
+        self._groups: dict[tuple[int, int, int, bool], Groups] = {}  # of steps of one class, which the problem holds
         self._period = {level: period for start, stop, period in self._middles() for level in range(start, stop)}
         self._after: list[dict[int, Array]] = [{} for _ in range(self.depth + 1)]  # M, per level by where tensors have their bits
         self._kind = relaxation.moves.capacity is None  # F of seconds says nothing of bytes
@@ -191,9 +235,9 @@ class Potentials:
             self._constants[level] = self._constants[level + 1]
             used = [self._used(level, read) for read in step.reads]
             if used:
-                least = [self._finite((before[read.shift] + known).min(axis=1)) for read, known in zip(step.reads, used, strict=True)]
-                part = (own + sum(least)) / len(used)
-                for read, known, of_read in zip(step.reads, used, least, strict=True):
+                parts = [self._finite(least(before[read.shift] + known)) for read, known in zip(step.reads, used, strict=True)]
+                part = (own + sum(parts)) / len(used)
+                for read, known, of_read in zip(step.reads, used, parts, strict=True):
                     after[read.shift] = ((part - of_read)[:, None] + known).min(axis=0)
             else:
                 self._constants[level] += own.min(axis=0)
@@ -230,24 +274,24 @@ class Potentials:
             for read in step.reads:
                 come = known[read.shift] + read.prices
                 if read.live:
-                    least = self._finite((known[read.shift] + self._used(level, read)).min(axis=1))
-                    kept.append((read, come, least))
+                    of_read = self._finite(least(known[read.shift] + self._used(level, read)))
+                    kept.append((read, come, of_read))
                 else:
-                    least = self._finite(come.min(axis=1))
-                total = total + least
+                    of_read = self._finite(least(come))
+                total = total + of_read
             for store in step.stores:
-                least = self._finite(self._storing(level, store).min(axis=1))
-                stored.append((store, least))
-                total = total + least
+                of_store = self._finite(self._storing(level, store).min(axis=1))
+                stored.append((store, of_store))
+                total = total + of_store
             results = [(at, gives, self._after[level + 1][at][gives]) for at, gives in step.results]
             part = (total + sum([self._finite(rest) for _, _, rest in results])) / max(1, len(kept) + len(stored) + len(results))
             for at, gives, rest in results:
                 before[at] = self._nowhere(level + 1, at)
                 np.minimum.at(before[at], gives, part - self._finite(rest))
-            for read, come, least in kept:
-                before[read.shift] = self._moved(level + 1, read, (part - least)[:, None] + come)
-            for store, least in stored:
-                before[store.shift] = self._placed(level + 1, store, (part - least)[:, None] + store.prices)
+            for read, come, of_read in kept:
+                before[read.shift] = self._moved(level + 1, read, (part - of_read)[:, None] + come)
+            for store, of_store in stored:
+                before[store.shift] = self._placed(level + 1, store, (part - of_store)[:, None] + store.prices)
             self._before[level + 1] = before
 
     def _own(self, level: int) -> Array:
@@ -267,9 +311,9 @@ class Potentials:
         after = self._after[level + 1][read.shift]
         if read.following is not None:
             return read.prices + after[read.following]
-        assert read.members is not None, "it is live"
-        least = np.where(read.members[:, :, None], after, np.inf).min(axis=1)
-        return read.prices + np.minimum(least, after[read.needs][:, None])  # type: ignore[no-any-return]
+        assert read.members is not None and read.groups is not None, "it is live"
+        best = read.groups.least(after, np.full((len(read.members), self.weights), np.inf))
+        return read.prices + np.minimum(best, after[read.needs][:, None])
 
     def _storing(self, level: int, store: Store) -> Array:
         """(choice, way to store it, weights), with what is known after that."""
@@ -280,9 +324,8 @@ class Potentials:
     def _moved(self, level: int, read: Read, cost: Array) -> Array:
         """(row, weights) of an operand before the next level, by choice and row before."""
         found = self._nowhere(level, read.shift)
-        if read.following is not None:
-            np.minimum.at(found, read.following, cost)
-            return found
+        if read.following is not None and read.groups is not None:
+            return read.groups.least(cost, found)
         assert read.members is not None, "it is live"
         np.minimum.at(found, read.needs, cost.min(axis=1))
         return np.minimum(found, np.where(read.members[:, :, None], cost.min(axis=0)[:, None], np.inf).min(axis=0))  # type: ignore[no-any-return]
@@ -384,9 +427,14 @@ class Potentials:
             if after is None:
                 reads.append(Read(at, prices, needs))
             elif after.wide:
-                reads.append(Read(at, prices, needs, following=self.outline.following(step.kind, k)[:, :rows]))
+                following = self.outline.following(step.kind, k)[:, :rows]
+                key = id(step.kind), k, rows, True
+                self._groups[key] = self._groups.get(key) or Groups.of(following)
+                reads.append(Read(at, prices, needs, following=following, groups=self._groups[key]))
             else:
                 members = self.outline.inside(table)[:rows] if wide else np.eye(rows, dtype=bool)
-                reads.append(Read(at, prices, needs, members))
+                key = id(step.kind), k, rows, False
+                self._groups[key] = self._groups.get(key) or Groups.inside(members)
+                reads.append(Read(at, prices, needs, members, groups=self._groups[key]))
         results = tuple([(at, g) for r, at, g in zip(step.kind.results, step.result_shifts, weighted.gives, strict=True) if r.live])
         return Local(base, tuple(reads), tuple(stores), results)

@@ -18,7 +18,7 @@ from hapx.synth import search as searching
 from hapx.synth.astar import Front, Statistics, search
 from hapx.synth.domain import State, Synthesis
 from hapx.synth.exhaustive import Enumeration
-from hapx.synth.potentials import Potentials
+from hapx.synth.potentials import Groups, Potentials, least
 from hapx.synth.problem import Problem, build
 from hapx.synth.search import Solution, least_memory, program_key, solve, synthesize
 from support import toy
@@ -101,6 +101,23 @@ def test_equals_enumeration_with_a_sharp_bound_from_the_start(seed: int, monkeyp
     assert fitting.cost == pytest.approx(Enumeration(theory, costs, shares, limits=limits, forms=PADDED).run().cost, rel=1e-9)
     print(f"{count.programs} programs, {sharpened[True]} searches with potentials")
     assert sharpened[True] >= 2
+
+
+@pytest.mark.parametrize("rows", [1, 7, 24, 25, 97])
+def test_the_least_of_rows_and_of_groups(rows: int) -> None:
+    """As numpy's own, slower reductions say."""
+    rng = np.random.default_rng(rows)
+    cost, numbers = rng.random((5, rows, 3)), rng.integers(0, 2 * rows, (5, rows))
+    cost[rng.random(cost.shape) < 0.2] = np.inf
+    assert (least(cost) == cost.min(axis=1)).all()
+    nothing = np.full((2 * rows, 3), np.inf)
+    expected = nothing.copy()
+    np.minimum.at(expected, numbers, cost)
+    assert (Groups.of(numbers).least(cost, nothing.copy()) == expected).all()
+    members = rng.random((4, rows)) < 0.5
+    members[2] = False  # a row without any
+    expected = np.where(members[:, :, None], cost[0], np.inf).min(axis=1)
+    assert (Groups.inside(members).least(cost[0], np.full((4, 3), np.inf)) == expected).all()
 
 
 class Cells(nn.Module):
