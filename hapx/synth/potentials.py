@@ -29,6 +29,7 @@ Invariant: never more than the true cost of the rest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from operator import add
 from typing import NamedTuple
 
@@ -45,9 +46,7 @@ SLIGHT = 1e-3  # the same of the bound, where no program is known
 ROUNDING = 1e-12  # of the bound: more than rounding adds to sums of potentials
 FIRST, LAST = 2, 3  # repetitions that are computed; those between the first and the last are told by them
 FAR = 100.0  # times the bound: what stands in parts of costs for what cannot be
-
-
-MANY = 24  # numbers of which the least is found by halves
+MANY = 24  # rows of which the least is found by halves
 
 
 def least(cost: Array) -> Array:
@@ -142,7 +141,7 @@ class Potentials:
         self.weights, self.depth = len(relaxation.weights), len(self.problem.steps)
         self._live = self._tracked()
         self._steps: dict[int, Local] = {}
-        self._groups: dict[tuple[int, int, int, bool], Groups] = {}  # of steps of one class, which the problem holds
+        self._groups: dict[tuple[int, int, bool, bool], Groups] = {}  # by class of steps, which the problem holds, slot, and whether rows are sets
         self._period = {level: period for start, stop, period in self._middles() for level in range(start, stop)}
         self._after: list[dict[int, Array]] = [{} for _ in range(self.depth + 1)]  # M, per level by where tensors have their bits
         self._kind = relaxation.moves.capacity is None  # F of seconds says nothing of bytes
@@ -355,22 +354,20 @@ class Potentials:
 
     def _middles(self) -> Iterator[tuple[int, int, int]]:
         """Start and end of levels whose potentials are those of a period later, and that period."""
-        start, free = 0, 0
-        for level in range(self.depth + 1):
-            period = self._alike(start)
-            if level < self.depth and level > start and period and self._alike(level) == period:
-                continue
+        start = free = 0
+        for period, run in groupby(map(self._alike, range(self.depth))):
+            stop = start + len(list(run))
             if period:
                 begin = max(start + FIRST * period, free)
-                end = begin + (level - (LAST - 1) * period - begin) // period * period
+                end = begin + (stop - (LAST - 1) * period - begin) // period * period
                 if begin < end:
                     yield begin, end, period
-                    free = level + period
-            start = level
+                    free = stop + period
+            start = stop
 
     def _alike(self, level: int) -> int:
         """The period of a step that does what the one a period later does, with tensors that are used alike; else 0."""
-        if level == self.depth or not self.outline.later(self.relaxation.repetition, self.depth)[level].taken:
+        if not self.outline.later(self.relaxation.repetition, self.depth)[level].taken:
             return 0
         later, moved = self._one_period_later(level)
         live, there = self._live[level], self._live[later]
@@ -426,14 +423,14 @@ class Potentials:
             prices = priced.conversions(table)[:rows][:, needs].transpose(1, 0, 2)
             if after is None:
                 reads.append(Read(at, prices, needs))
-            elif after.wide:
+                continue
+            key = id(step.kind), k, wide, after.wide
+            if after.wide:
                 following = self.outline.following(step.kind, k)[:, :rows]
-                key = id(step.kind), k, rows, True
                 self._groups[key] = self._groups.get(key) or Groups.of(following)
                 reads.append(Read(at, prices, needs, following=following, groups=self._groups[key]))
             else:
                 members = self.outline.inside(table)[:rows] if wide else np.eye(rows, dtype=bool)
-                key = id(step.kind), k, rows, False
                 self._groups[key] = self._groups.get(key) or Groups.inside(members)
                 reads.append(Read(at, prices, needs, members, groups=self._groups[key]))
         results = tuple([(at, g) for r, at, g in zip(step.kind.results, step.result_shifts, weighted.gives, strict=True) if r.live])
