@@ -18,8 +18,9 @@ proven by the bound, unless the search ends with its budget; then a wider beam f
 steps, the search once more from there. Where memory must be priced, the prices may leave a gap. `statistics.gap` says what was proven. Where only a
 part of the sums of gradients counts (`hapx.overlap`), searches end early, as on two axes they would take longer than what they bring is worth.
 They also end early at shares where the bound says that no program is as fast as one that is known at others, as soon as it says so, and where
-little is asked of them (`Problem.within`); no wider beam follows then. Where prices of memory say that all that fits is far from what is known, there
-is no search with memory as part of the state. At shares that are only tried (`Problem.rough`) they are as long as ever, but good enough earlier.
+little is asked of them (`Problem.within`); no wider beam follows then, nor in a larger problem where what was found is far from what is known. Where
+prices of memory say that all that fits is far from what is known, there is no search with memory as part of the state. At shares that are only tried
+(`Problem.rough`) they are as long as ever, but good enough earlier.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from hapx.theory.triple import Theory
 # what takes that many times what is known elsewhere is not balanced further (`hapx.turns`), nor searched with memory as part of the state
 HOPELESS = 1.5
 NARROW, WIDTH = Width(1), Width(4)  # of the beams that a search begins with
+FARTHER = 1.1  # the same of larger problems, where it is not searched with wider beams: what ratios lead to from there, the next search sees
 REMEMBERED = 2  # programs that the next search begins with
 AT_PRICES = 24  # those that were found last where memory had a price, which other shares begin with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
@@ -294,7 +296,7 @@ def _search(
     sharpen = _sharpen(domain) if sharpened else None
     best = search(domain, own, best, min(budget, SHORT) if short else budget, within, problem.watch, pace, (known, SHORT), sharpen)
     before = best
-    far = best is not None and best.estimate * (1 - own.gap) > known
+    far = best is not None and (best.estimate * (1 - own.gap) > known or (len(problem.steps) > EXACT and best.estimate > FARTHER * known))
     if wide and not far and not problem.within and own.unproven and not _found_by_wider(domain, best):
         best = _widened(domain, own, best, SHARPENED if domain.sharp else WIDE[several] if problem.exposed == 1 else PARTLY, within)
         if best is not None:

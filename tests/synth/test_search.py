@@ -141,6 +141,22 @@ def test_wider_beams_are_asked_once_at_nearly_the_same_shares(monkeypatch):
     assert found(far)[1] == 1
 
 
+def test_no_wider_beams_far_from_what_is_known(monkeypatch):
+    """In larger problems, although the bound says that something as fast may be there."""
+    for name, value in (("EXACT", 0), ("BUDGET", 0), ("SHORT", 0), ("FARTHER", 1.003)):
+        monkeypatch.setattr(f"hapx.synth.search.{name}", value)
+    asked = []
+    widened = synth_search._widened
+    monkeypatch.setattr("hapx.synth.search._widened", lambda *given: asked.append(given) or widened(*given))
+    theory, costs, shares = case(25)
+    first, _ = attempt(build(theory, costs, RULE), shares, None, program_key(theory), budget=0)
+    assert first.statistics.gap > 0.005 and len(asked) == 1
+    for times, wider in ((1.001, 1), (1.005, 0)):
+        asked.clear()
+        found, _ = attempt(build(theory, costs, RULE), shares, None, program_key(theory), budget=0, known=first.cost / times)
+        assert len(asked) == wider and found.cost >= first.cost
+
+
 @pytest.mark.parametrize("seed", SEEDS[:8])
 def test_a_search_ends_once_all_that_is_left_takes_more_than_what_is_known(seed):
     """At shares at which nothing is as fast as at others, a good program will do; what it may be off by is what was proven."""
