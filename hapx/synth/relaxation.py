@@ -34,14 +34,14 @@ Invariant: never more than the true cost of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from hapx.cost.edges import Array, Numbers
+from hapx.cost.edges import Array, Mask, Numbers
 from hapx.synth.ahead import Ahead
 from hapx.synth.grid import Prices, Weights, padded
 from hapx.synth.joins import Join
@@ -78,16 +78,18 @@ Below = tuple[tuple["Context", tuple[float, ...]], ...]
 @dataclass(eq=False, slots=True)
 class Context:
     """Tables before the levels from `bottom` on: rows[level] + offsets[level - bottom], of what comes before `end`, with the placements in `uses`.
-    below: further down, the most of what other tables say and what is to be added to that (per weight). parts: contexts of which it is the least; its
-    own tables, and what is below, are made when they are asked for (see `Relaxation.rows` and `Relaxation.below`), as most of them never are."""
+    added: what it adds there to the general one at least, and whether it does so everywhere; below: further down, the most of what other tables say
+    and what is to be added to that (per weight). parts: contexts of which it is the least. What is added and below, and the tables of one with parts,
+    are made when they are asked for (see `Relaxation.rows` and `Relaxation.below`), as most of them never are."""
 
     bottom: int
     end: int
     rows: dict[int, Rows]
     offsets: list[Array]
     uses: tuple[Use, ...] = ()
-    below: Below | None = ()
     parts: tuple[Context, ...] = ()
+    added: tuple[Array, bool] | None = None
+    below: Below | None = None
 
     @property
     def top(self) -> int:
@@ -136,8 +138,12 @@ class Relaxation:
     def below(self, context: Context) -> Below:
         """What is known below the context's bottom."""
         if context.below is None:
-            rows, offset = self.rows(context, context.bottom)
-            context.below = self._below(context.bottom, rows, offset, context.uses, *self._added_by(context.bottom, rows, offset))
+            level, (_, even) = context.bottom, self._added_by(context)
+            known, more = self._lower(context)
+            context.below = ((known, tuple(more.tolist())),)
+            if level > 0 and not even:
+                rows, offset = self.rows(context, level)
+                context.below += ((self.until(level), tuple(self._through(level, rows[GENERAL][0] + offset).tolist())),)
         return context.below
 
     def few(self, uses: tuple[Use, ...]) -> tuple[Use, ...]:
@@ -149,6 +155,12 @@ class Relaxation:
         if uses not in self._contexts:
             self._contexts[uses] = self._contextual(uses)
         return self._contexts[uses]
+
+    def _make(self, several: Sequence[tuple[Use, ...]]) -> None:
+        """Contexts whose uses differ in their placements only, at once."""
+        new = [uses for uses in several if uses not in self._contexts and not self._apart(uses)]
+        if new:
+            self._contexts.update(zip(new, self._followed(new), strict=True))
 
     def matters(self, level: int, slot: int) -> bool:
         """Whether it costs enough to have a stored parameter where a use needs it, from wherever it is, for a context to say where it is."""
@@ -180,31 +192,44 @@ class Relaxation:
         though, where the general table is high itself. So what it costs to come there, and then at least, is another bound.
 
         A parameter that is available in several placements comes from one of them: of the tables for each, the least."""
-        top, general = max(u.level for u in uses), self.general
-        offset = general.offsets[top + 1]
         parts = tuple([self.context(own) for own in self._apart(uses)])
         if parts:
-            bottom = min([part.bottom for part in parts])
-            return Context(bottom, general.end, {}, [offset] * (top + 1 - bottom), uses, None, parts)
-        rows, after = dict[int, Rows](), general.rows[top + 1]
-        for level in range(top, max(0, top - self.deepest) - 1, -1):
-            mine: Rows = {}
-            self._step(level, mine, after, [u for u in uses if u.level == level], offset, level == top)
-            if self.ahead:  # of joins only the general tables know
-                mine = {n: np.maximum(own, general.rows[level][n] + general.offsets[level] - offset) for n, own in mine.items()}
-            rows[level] = after = mine
-            more, even = self._added_by(level, mine, offset)
-            if even:
-                break
-        below = self._below(level, mine, offset, uses, more, even)
-        return Context(level, general.end, rows, [offset] * len(rows), uses, below)
+            top, bottom = max(u.level for u in uses), min([part.bottom for part in parts])
+            offset = self.general.offsets[top + 1]
+            return Context(bottom, self.general.end, {}, [offset] * (top + 1 - bottom), uses, parts)
+        return self._followed([uses])[0]
 
-    def _below(self, level: int, rows: Rows, offset: Array, uses: tuple[Use, ...], more: Array, even: bool) -> Below:
-        """What is known below a context's bottom, from its table there, and from what that adds to the general one."""
-        found = [(self.context(tuple([u for u in uses if u.level < level])), tuple(self._through(level, more).tolist()))]
-        if level > 0 and not even:
-            found.append((self.until(level), tuple(self._through(level, rows[GENERAL][0] + offset).tolist())))
-        return tuple(found)
+    def _followed(self, several: Sequence[tuple[Use, ...]]) -> list[Context]:
+        """Contexts, none of them of parts, whose uses differ in their placements only: made at once, with the weights of one beside those of the next
+        in every array, as a call of numpy takes longer than what it does for a few weights."""
+        general, width = self.general, len(self.weights)
+        top, left = max(u.level for u in several[0]), list(range(len(several)))
+        offset, found = general.offsets[top + 1], dict[int, Context]()
+        tables: list[dict[int, Rows]] = [{} for _ in several]
+        after = {n: np.tile(own, len(left)) for n, own in general.rows[top + 1].items()}
+        for level in range(top, -1, -1):
+            here = [[u for u in several[k] if u.level == level] for k in left]
+            weighted = _beside(
+                [self._weighted_with(level, own, level == top) for own in here] if here[0] else [self._weighted_with(level, [])] * len(left)
+            )
+            mine, offsets = Rows(), np.tile(offset, len(left))
+            self._step(level, mine, after, weighted, offsets)
+            if self.ahead:  # of joins only the general tables know
+                more = general.offsets[level] - offset
+                mine = {n: np.maximum(own, np.tile(general.rows[level][n] + more, len(left))) for n, own in mine.items()}
+            added, even = self._adds(level, mine, offsets)
+            every = {n: own.reshape(len(own), len(left), width) for n, own in mine.items()}
+            for number, k in enumerate(left):
+                tables[k][level] = {n: np.ascontiguousarray(own[:, number]) for n, own in every.items()}
+                if even[number] or level == max(0, top - self.deepest):
+                    more = added[number * width : (number + 1) * width]
+                    found[k] = Context(level, general.end, tables[k], [offset] * len(tables[k]), several[k], (), (more, bool(even[number])))
+            stay = [number for number, k in enumerate(left) if k not in found]
+            if not stay:
+                break
+            after = mine if len(stay) == len(left) else {n: own[:, stay].reshape(len(own), -1) for n, own in every.items()}
+            left = [left[number] for number in stay]
+        return [found[k] for k in range(len(several))]
 
     def _apart(self, uses: tuple[Use, ...]) -> list[tuple[Use, ...]]:
         """The same uses, the first one that is of several placements, and the last of its parameter, with each of them; none if there is no such."""
@@ -218,27 +243,47 @@ class Relaxation:
         """What a context says before a level, wherever that is; `offset` is to be added to it."""
         more = -offset
         while level < context.bottom:
-            context, added = self.below(context)[0]
+            context, added = self._lower(context)
             more = more + added
         rows, own = self.rows(context, level)
         more = more + own
         return {n: known + more for n, known in rows.items()} if more.any() else rows
 
-    def _added(self, level: int, mine: Rows, offset: Array) -> tuple[Array, bool]:
-        """What a table adds to the general one at least, per weight; and whether it adds (nearly) that everywhere."""
-        rows, own = self.general.rows[level], self.general.offsets[level]
+    def _added(self, level: int, mine: Rows, offset: Array) -> tuple[Array, Mask]:
+        """What a table adds to the general one at least, per weight; and whether it adds (nearly) that everywhere. Of several, see `_followed`."""
+        rows, own, width = self.general.rows[level], self.general.offsets[level], len(self.weights)
+        times = len(offset) // width
+        before, after = (np.concatenate([known[n] for n in rows]) for known in (rows, mine))
+        before, own = (before, own) if times == 1 else (np.tile(before, times), np.tile(own, times))
         with np.errstate(invalid="ignore"):  # inf - inf: a placement from which nothing leads on adds nothing
-            added = np.concatenate([np.where(np.isfinite(b), mine[n] - b, np.inf) for n, b in rows.items()])
+            added = np.where(np.isfinite(before), after - before, np.inf)
         added += offset - own
         more = added.min(axis=0)
         more = np.where(np.isfinite(more), more, 0.0)
         finite = np.where(np.isfinite(added), added, more)
-        return more, bool((finite.max(axis=0) - more <= self.slight * (1e-9 + rows[GENERAL].max())).all())
+        differ = (finite.max(axis=0) - more).reshape(times, width)
+        return more, (differ <= self.slight * (1e-9 + rows[GENERAL].max())).all(axis=1)
 
-    def _added_by(self, level: int, mine: Rows, offset: Array) -> tuple[Array, bool]:
-        """As `_added`, of a context, which may have no way on from where its parameters are."""
-        possible = bool(np.isfinite(mine[GENERAL]).all())
-        return self._added(level, mine, offset) if possible else (np.full(len(self.weights), np.inf), True)
+    def _lower(self, context: Context) -> tuple[Context, Array]:
+        """Below a context's bottom: the one that knows the uses that are left there, and what is to be added to it."""
+        more, _ = self._added_by(context)
+        return self.context(tuple([u for u in context.uses if u.level < context.bottom])), self._through(context.bottom, more)
+
+    def _added_by(self, context: Context) -> tuple[Array, bool]:
+        """See `Context.added`."""
+        if context.added is None:
+            more, even = self._adds(context.bottom, *self.rows(context, context.bottom))
+            context.added = more, bool(even[0])
+        return context.added
+
+    def _adds(self, level: int, mine: Rows, offset: Array) -> tuple[Array, Mask]:
+        """As `_added`, of contexts, which may have no way on from where their parameters are."""
+        possible = np.isfinite(mine[GENERAL].reshape(-1, len(self.weights))).all(axis=1)
+        if possible.all():
+            return self._added(level, mine, offset)
+        with np.errstate(invalid="ignore"):
+            more, even = self._added(level, mine, offset)
+        return np.where(np.repeat(possible, len(self.weights)), more, np.inf), even | ~possible
 
     def _through(self, level: int, more: Array) -> Array:
         """What may be added to tables below a level by which the table before it is larger: see `_tabulate`."""
@@ -246,7 +291,7 @@ class Relaxation:
 
     def _used(self, use: Use, needs: Numbers, last: bool) -> Array:
         """(choice, weights) -> what a use adds to the price of each choice of its step, which knows that of storing a parameter. last: see
-        `_choices`."""
+        `_weighted_with`."""
         table = self._table(use)
         if not use.mask:
             gains, ways = self._gains(use), self.priced.first(table, needs)
@@ -286,7 +331,9 @@ class Relaxation:
             gains = np.zeros((len(table.placements), len(self.weights)))
             if again is not None and self.outline.again[again] is None and self.matters(*again):
                 level, nothing = use.level + 1, np.zeros(len(self.weights))
-                for mask in dict.fromkeys(closures := [table.closure(p) for p in range(len(table.placements))]):
+                closures = [table.closure(p) for p in range(len(table.placements))]
+                self._make([(Use(*again, mask),) for mask in dict.fromkeys(closures)])
+                for mask in dict.fromkeys(closures):
                     more, _ = self._added(level, self._known(self.context((Use(*again, mask),)), level, nothing), nothing)
                     gains[[p for p, own in enumerate(closures) if own == mask]] = self._through(level, more)
             self._later[key] = gains
@@ -312,7 +359,8 @@ class Relaxation:
                     other = ahead[join.level + later - level]
                     ahead.setdefault(join.level, Ahead(join, self.priced, other.needs, {})).repeat(level, other, later, delta)
                 continue
-            self._step(level, rows[level], rows[level + 1], [u for u in uses if u.level == level], offsets[level + 1])
+            weighted = self._weighted_with(level, [u for u in uses if u.level == level])
+            self._step(level, rows[level], rows[level + 1], weighted, offsets[level + 1])
             offsets[level] = offsets[level + 1]
             for join in joins:
                 self._join(level, join, rows, offsets[level], ahead)
@@ -325,7 +373,8 @@ class Relaxation:
         """What a join that is this step or lies ahead says of what comes before the step."""
         step = self.problem.steps[level]
         if level == join.level:
-            weighted, then = self._choices(level, rows[level + 1], [])
+            weighted = self._weighted_with(level, [])
+            then = self._then(level, rows[level + 1], weighted)
             ahead[level] = Ahead(join, self.priced, weighted.needs, {level: weighted.total(then + offset)})
         else:
             ahead[join.level].step(level, step, self._weighted(step.kind, self.outline.first[level]))
@@ -349,9 +398,9 @@ class Relaxation:
         loss = LOSS[self.repetition.rounds(later) >= LATE]
         return least if (np.nanmax(added, axis=0) - least <= loss * np.abs(least) + 1e-13 * (left[0] + offsets[level])).all() else None
 
-    def _step(self, level: int, rows: Rows, after: Rows, uses: list[Use], offset: Array, last: bool = False) -> None:
-        """The table before a step from that after it; `offset` is to be added to both. last: no uses later than these are priced."""
-        weighted, then = self._choices(level, after, uses, last)
+    def _step(self, level: int, rows: Rows, after: Rows, weighted: Weighted, offset: Array) -> None:
+        """The table before a step from that after it; `offset` is to be added to both. weighted: the step's choices."""
+        then = self._then(level, after, weighted)
         rows[GENERAL] = np.minimum.reduce(self._total(weighted, then, offset), axis=0, keepdims=True)
         untouched = []
         for shift in self.outline.values[level]:
@@ -375,22 +424,26 @@ class Relaxation:
         without the values that are live."""
         inside = context.bottom <= level <= context.top
         after, offset = self.rows(context, level + 1)
-        weighted, then = self._choices(level, after, [u for u in context.uses if inside and u.level == level], level == context.top)
-        return weighted, then + offset
+        weighted = self._weighted_with(level, [u for u in context.uses if inside and u.level == level], level == context.top)
+        return weighted, self._then(level, after, weighted) + offset
 
-    def _choices(self, level: int, after: Rows, uses: list[Use], last: bool = False) -> tuple[Weighted, Array]:
-        """The step's choices with its `uses` priced; after each, the bound by its results alone. last: and with what is known of the use after the
-        first of these (see `_gains`); of several uses the prices cannot be added up, as another choice may be the answer to both."""
-        step = self.problem.steps[level]
-        weighted = self._weighted(step.kind, self.outline.first[level])
+    def _weighted_with(self, level: int, uses: list[Use], last: bool = False) -> Weighted:
+        """The step's choices with its `uses` priced. last: no uses later than these are priced, so with what is known of the use after the first of
+        these (see `_gains`); of several uses the prices cannot be added up, as another choice may be the answer to both."""
+        weighted = self._weighted(self.problem.steps[level].kind, self.outline.first[level])
         for number, use in enumerate(uses):
             cost = self._used(use, weighted.needs[use.slot], last and not number)
             weighted = Weighted(weighted.base + cost, weighted.needs, weighted.gives, weighted.cuts)
+        return weighted
+
+    def _then(self, level: int, after: Rows, weighted: Weighted) -> Array:
+        """After each choice of the step, the bound by its results alone."""
+        step = self.problem.steps[level]
         then = after[GENERAL]  # the same after every choice
         for shift, result, gives in zip(step.result_shifts, step.kind.results, weighted.gives, strict=True):
             if result.live:
                 then = np.maximum(then, after[shift][gives])
-        return weighted, then
+        return then
 
     def _value(self, level: int, shift: int, weighted: Weighted, then: Array, after: Rows, offset: Array) -> Array:
         """Of a value that the step reads: (choice, row, weights) -> the least over the choices, which come first as that is fastest."""
@@ -401,7 +454,11 @@ class Relaxation:
             needed = needed[:, : len(value.table.placements)]
         if not value.last:
             rest = np.maximum(rest, self._converted(level, slot, value, after[shift]))
-        return np.minimum.reduce(needed + self._total(weighted, rest, offset))  # type: ignore[no-any-return]
+        total = self._total(weighted, rest, offset)
+        if total.shape[-1] > needed.shape[-1]:  # several contexts
+            total, needed = total.reshape(*total.shape[:-1], -1, needed.shape[-1]), needed[:, :, None]
+            return np.minimum.reduce(needed + total).reshape(needed.shape[1], -1)  # type: ignore[no-any-return]
+        return np.minimum.reduce(needed + total)  # type: ignore[no-any-return]
 
     def _untouched(self, weighted: Weighted, then: Array, after: Array, offset: Array) -> Array:
         """The same of the rows of all values that the step does not read."""
@@ -445,3 +502,12 @@ class Relaxation:
         prices = Prices(moves.values, weights, moves.capacity, moves.prices)
         pairs = weights.kinds if len(weights.pairs) == weights.kinds**2 else 0
         return Priced(sheet, edges(weights.forward, weights.backward), prices, pairs, held, waited)
+
+
+def _beside(several: Sequence[Weighted]) -> Weighted:
+    """The weights of several side by side; they differ in `base` only."""
+    first = several[0]
+    if len(several) == 1:
+        return first
+    cuts = None if first.cuts is None else first.cuts.repeated(len(several))
+    return Weighted(np.concatenate([own.base for own in several], axis=1), first.needs, first.gives, cuts)

@@ -30,13 +30,14 @@ View = tuple[slice, tuple[int, ...]]  # entries, and their shape
 @dataclass(frozen=True, slots=True)
 class Cuts:
     """Choices with communication of their own that ends a phase (forward, backward, in both: their numbers), and what they do after it (choices x
-    weights). pairs: kinds, where every pair of them has a weight; else 0."""
+    weights). pairs: kinds, where every pair of them has a weight; else 0. times: how many times all weights follow each other."""
 
     forward: Numbers
     backward: Numbers
     both: Numbers
     after: Array
     pairs: int
+    times: int = 1
 
     @staticmethod
     def of(forward: Mask, backward: Mask, after: Array, pairs: int) -> Cuts:
@@ -48,7 +49,11 @@ class Cuts:
     def part(self, chosen: Numbers) -> Cuts:
         """Those of some of the choices."""
         forward, backward, both = (np.flatnonzero(np.isin(chosen, numbers)) for numbers in (self.forward, self.backward, self.both))
-        return Cuts(forward, backward, both, self.after[chosen], self.pairs)
+        return Cuts(forward, backward, both, self.after[chosen], self.pairs, self.times)
+
+    def repeated(self, times: int) -> Cuts:
+        """With all weights so many times."""
+        return Cuts(self.forward, self.backward, self.both, np.tile(self.after, times), self.pairs, times)
 
     def ends(self, count: int) -> Numbers:
         """Which phases each of `count` choices ends, as a number (0: none)."""
@@ -66,12 +71,13 @@ class Cuts:
 
     def free(self, total: Array) -> None:
         """The same in place, of (weights, choice, ...)."""
-        grid = total[: self.pairs**2].reshape(self.pairs, self.pairs, *total.shape[1:])  # a view, as only the first dim is split
-        for own, axis in ((self.forward, 0), (self.backward, 1)):
+        every = total.reshape(self.times, -1, *total.shape[1:])  # views, as only the first dim is split
+        grid = every[:, : self.pairs**2].reshape(self.times, self.pairs, self.pairs, *total.shape[1:])
+        for own, axis in ((self.forward, 1), (self.backward, 2)):
             if len(own):
-                grid[:, :, own] = np.maximum.reduce(grid[:, :, own], axis=axis, keepdims=True)
+                grid[:, :, :, own] = np.maximum.reduce(grid[:, :, :, own], axis=axis, keepdims=True)
         if len(self.both):
-            total[:, self.both] = np.maximum.reduce(total[:, self.both], axis=0)
+            every[:, :, self.both] = np.maximum.reduce(every[:, :, self.both], axis=1, keepdims=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,25 @@ def test_in_haste_the_narrowest_beam_finds_the_same(monkeypatch: pytest.MonkeyPa
     print(f"{hasty.estimate * 1e3:.2f} ms with {contexts} contexts, {same.estimate * 1e3:.2f} ms with {others}")
     assert hasty.estimate == pytest.approx(same.estimate, rel=1e-12)
     assert contexts < others
+
+
+@pytest.mark.parametrize("view", ["flat", "16x4"])
+def test_tables_of_all_placements_are_made_at_once_as_one_by_one(view: str) -> None:
+    _, domain = tied(1, view)
+    at_once = domain.bound.relaxation
+    at_once.coming(0)
+    made = {uses: context for uses, context in at_once._contexts.items() if uses}
+    alone = Synthesis(domain.problem, domain.moves.values.shares, None).bound.relaxation
+    for uses, context in made.items():
+        other = alone.context(uses)
+        assert (other.bottom, other.top) == (context.bottom, context.top)
+        for level in range(context.bottom, context.top + 1):
+            (mine, offset), (theirs, other_offset) = at_once.rows(context, level), alone.rows(other, level)
+            assert mine.keys() == theirs.keys() and (offset == other_offset).all()
+            for n, own in mine.items():
+                np.testing.assert_array_equal(own, theirs[n])
+        assert [added for _, added in at_once.below(context)] == [added for _, added in alone.below(other)]
+    assert len(made) >= 6 and len({context.bottom for context in made.values()}) > 1
 
 
 class Towers(nn.Module):
