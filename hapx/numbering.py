@@ -32,6 +32,10 @@ class Numbering:
     def of_value(self, value: object) -> int:
         return self._values.setdefault(value, len(self._values))
 
+    def values(self) -> list[Any]:
+        """In the order of their numbers."""
+        return list(self._values)
+
     def of_placement(self, placement: Placement) -> tuple[int, ...]:
         """The states' numbers, then the nest's."""
         return (*[self(s) for s in placement.states], self(placement.nest))

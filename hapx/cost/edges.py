@@ -2,7 +2,8 @@
 
 In: *edges*: a tensor, one axis, the placements before and after; those of one tensor along one axis are a *bundle*. Out: at given shares and weights
 over device kinds, weighted seconds of each. What does not depend on shares (which collective runs, on how many bytes) is laid out in arrays once; at
-given shares a few array operations price all.
+given shares a few array operations price all. Edges that cost the same at any shares (of equal tensors; whatever the other axis, if it holds as large
+a part) have one price: most do.
 
 A weighted price replaces the maximum over kinds by a weighted sum, but for what synchronises all kinds whatever is pending, which stays a maximum.
 Invariant: the price of an edge is that of the cheapest allowed form and variant, as `CostModel.conversion` prices each.
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from hapx.cost.copies import AFTER, BEFORE, WHOLE, Copies, copied, sort
 from hapx.cost.network import SCALAR_BYTES
 from hapx.cost.table import TermTable
-from hapx.cost.terms import Shares
+from hapx.cost.terms import Piece, Shares
 from hapx.ir import TensorRef
 from hapx.numbering import Numbering
 from hapx.plan import Communication, Form
@@ -34,6 +35,7 @@ Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 FORMS = (Form.PADDED, Form.GROUPED, Form.POINT_TO_POINT)
+MOST = 2**62  # numbers that are told apart without counting them
 
 
 class Edge(NamedTuple):
@@ -83,12 +85,11 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Edges along one axis that run one collective: their numbers; of each, what its `Run` says, with the numbers of fractions; bytes that are sent,
-    and of the tensor; part of a message's latency that counts; whether it is the sum of a gradient."""
+    """Unlike edges along one axis that run one collective. Of each, what its `Run` says, with the numbers of fractions; bytes that are sent, and of
+    the tensor; part of a message's latency that counts; whether it is the sum of a gradient."""
 
     axis: int
     collective: str
-    edges: Numbers
     first: Numbers
     second: Numbers
     shorter: Numbers
@@ -102,6 +103,9 @@ class Part:
     joins: Mask
     even: Mask
     copied: Array
+
+    def __len__(self) -> int:
+        return len(self.first)
 
 
 class Moved(NamedTuple):
@@ -145,52 +149,63 @@ class _Along:
 
 
 class EdgePrices:
-    """Prices by a cost model of all edges of `bundles`, numbered in their order. forms: those that are allowed."""
+    """Prices by a cost model of all edges of `bundles`, numbered in their order. forms: those that are allowed. `price_of`: of every edge, the number
+    of its price."""
 
     def __init__(self, costs: CostModel, bundles: Sequence[Bundle], forms: frozenset[str]):
-        self.costs, self.count = costs, sum(map(len, bundles))
+        self.costs, count = costs, sum(map(len, bundles))
         self.forms = [f for f in FORMS if f.value in forms] or [Form.PADDED]
-        self._fractions: dict[Placement, int] = {}
-        # what is cut again moves by the difference of two shares, so it is priced by its own terms: edge, term, whether all kinds wait for it, and
-        # whether it runs forward
+        self._fractions = Numbering()  # of tensors that are held: equal ones are one
+        self._pieces: list[Piece] = []
         self.terms = TermTable(len(costs.kinds))
         alongs = [_Along(axis, bundles) for axis in sorted({bundle.axis for bundle in bundles if len(bundle)})]
-        self.recuts = np.array([row for edges in alongs for row in self._recuts(edges)], dtype=np.int64).reshape(-1, 4)
+        again = np.full(count, -1)
+        recuts = [row for edges in alongs for row in self._recuts(edges, again)]
         self.parts: list[Part] = []
-        places = np.full((2, self.count, 2), -1)
-        for edges in alongs:
-            self._lay_out(edges, places)
         # kept and freed: of every edge its part and its row there (-1: nothing moves, or it is a re-cut)
-        self.rows: list[list[list[int]]] = places.tolist()
-        self._affine(list(self._fractions))
+        self.rows = np.full((2, count, 2), -1)
+        for edges in alongs:
+            self._lay_out(edges)
+        begin = np.cumsum([0, *map(len, self.parts)])
+        ways = np.where(self.rows[:, :, 0] < 0, -1, begin[self.rows[:, :, 0]] + self.rows[:, :, 1])
+        _, one, self.price_of = np.unique(mixed(*ways + 1, again + 1), return_index=True, return_inverse=True)
+        # of every price, where it is kept and freed among the rows of all parts, one after the other (-1: nowhere); of those of re-cuts, which move
+        # by the difference of two shares, the terms: price, term, whether all kinds wait for it, and whether it runs forward
+        self.ways, of_recut = ways[:, one], again[one]
+        place = {number: k for k, number in enumerate(of_recut.tolist()) if number >= 0}
+        self.recuts = np.array([(place[number], *own) for number, *own in recuts], dtype=np.int64).reshape(-1, 4)
+        self._affine()
 
-    def _lay_out(self, edges: _Along, places: Numbers) -> None:
-        """The parts of an axis. places: gets where their edges are."""
+    def _lay_out(self, edges: _Along) -> None:
+        """The parts of an axis."""
         every, axis, sources, targets = edges.placements, edges.axis, edges.sources, edges.targets
         # what edges with one `Run` have in common
         sorts, whole_on, flags = _coded(map(sort, edges.states)), _coded(map(_replicated, every)), _coded(map(self._flags, edges.refs))
-        alike = _mixed(sorts[sources], sorts[targets], whole_on[targets], flags[edges.tensor])
+        alike = mixed(sorts[sources], sorts[targets], whole_on[targets], flags[edges.tensor])
         fractions, gathered = np.array([self._fraction(p) for p in every]), np.zeros(len(every), dtype=np.int64)
         reached = np.unique(targets)
         gathered[reached] = [self._fraction(every[p].gathered((axis,))) for p in reached.tolist()]
-        rows = np.stack([edges.numbers, np.zeros_like(targets), edges.tensor, fractions[sources], fractions[targets], gathered[targets]], axis=1)
-        runs: list[Run] = []
+        sizes = _coded((r.bytes, self.costs.part_of_bucket(r)) for r in edges.refs)
+        _, tensors = np.unique(sizes, return_index=True)
+        rows = np.stack(
+            [edges.numbers, np.zeros_like(targets), sizes[edges.tensor], fractions[sources], fractions[targets], gathered[targets]], axis=1
+        )
+        runs = Numbering()
         found: dict[str, list[tuple[int, Numbers]]] = {}  # by collective
         for free, allowed in enumerate(edges.allowed):
             chosen = np.flatnonzero(allowed & ~edges.again)
             _, one, which = np.unique(alike[chosen], return_index=True, return_inverse=True)
             made = [self._run(edges.edge(k), bool(free)) for k in chosen[one].tolist()]
-            numbers = np.cumsum([run is not None for run in made]) + len(runs) - 1
-            runs += [run for run in made if run is not None]
-            rows[chosen, 1] = numbers[which]
+            rows[chosen, 1] = np.array([runs.of_value(run) if run is not None else -1 for run in made], dtype=np.int64)[which]
             for name in dict.fromkeys(run.collective for run in made if run is not None):
                 own = np.array([run is not None and run.collective == name for run in made])[which]
                 found.setdefault(name, []).append((free, rows[chosen[own]]))
         for pieces in found.values():
             ways = np.repeat([free for free, _ in pieces], [len(own) for _, own in pieces])
-            part = np.concatenate([own for _, own in pieces])
-            places[ways, part[:, 0]] = np.stack([np.full(len(part), len(self.parts)), np.arange(len(part))], axis=1)
-            self.parts.append(self._part(part, runs, edges.refs))
+            chosen = np.concatenate([own for _, own in pieces])
+            part, row = self._part(chosen[:, 1:], runs.values(), [edges.refs[k] for k in tensors])
+            self.rows[ways, chosen[:, 0]] = np.stack([np.full(len(chosen), len(self.parts)), row], axis=1)
+            self.parts.append(part)
 
     def at(self, shares: Shares, exposed: float = 1.0) -> EdgesPriced:
         """At the given shares. exposed: how much of the sums of gradients counts."""
@@ -200,29 +215,39 @@ class EdgePrices:
         return EdgesPriced(self, shares, self._const + self._slope * at[self._cut], exposed)
 
     def ends_phases(self) -> Mask:
-        """(edge, direction) -> whether it ends a phase forward, and one backward, in whatever variant."""
-        found = np.zeros((self.count, 2), dtype=bool)
-        for part in self.parts:
-            found[part.edges] = True
+        """(price, direction) -> whether its edges end a phase forward, and one backward, in whatever variant."""
+        every = np.ones((sum(map(len, self.parts)) + 1, 2), dtype=bool)  # with one that is nowhere
+        at = 0
         for part in self.parts:
             cuts = ~part.sums & self.costs.links[part.axis].cuts
-            np.logical_and.at(found, part.edges, np.stack([cuts & (part.forward > 0), cuts & (part.backward > 0)], axis=1))
-        for edge, _, waited, ahead in self.recuts.tolist():
-            found[edge, 0 if ahead else 1] |= bool(waited)
+            every[at : at + len(part)] = np.stack([cuts & (part.forward > 0), cuts & (part.backward > 0)], axis=1)
+            at += len(part)
+        found: Mask = np.logical_and.reduce(every[self.ways], axis=0) & np.logical_or.reduce(self.ways >= 0, axis=0)[:, None]
+        for price, _, waited, ahead in self.recuts.tolist():
+            found[price, 0 if ahead else 1] |= bool(waited)
         return found
 
-    def _recuts(self, edges: _Along) -> Iterator[tuple[int, int, bool, bool]]:
-        """See `recuts`."""
+    def _recuts(self, edges: _Along, again: Numbers) -> Iterator[tuple[int, int, bool, bool]]:
+        """The terms of those that are cut again, as in `recuts`, but by their number; `again` gets that of each edge."""
+        numbers: dict[tuple[tuple[int, bool, bool], ...], int] = {}
+        first = int(again.max(initial=-1)) + 1
         for k in np.flatnonzero(edges.again).tolist():
-            number, (ref, axis, before, after) = int(edges.numbers[k]), edges.edge(k)
+            ref, axis, before, after = edges.edge(k)
             step = Communication(axis, before.states[axis], after.states[axis], Form.NONE, ref.requires_grad)
             cost = self.costs.conversion(ref, (step,), after)
-            yield from ((number, self.terms.number(c.term), c.cuts, c.direction == "forward") for c in cost.communication)
+            own = [(self.terms.number(c.term), c.cuts, c.direction == "forward") for c in cost.communication]
             copies = (cost.forward, True), (cost.backward, False)
-            yield from ((number, self.terms.number(term), False, ahead) for term, ahead in copies if term is not None)
+            own += [(self.terms.number(term), False, ahead) for term, ahead in copies if term is not None]
+            number = first + numbers.setdefault(tuple(own), len(numbers))
+            again[edges.numbers[k]] = number
+        for own_terms, number in numbers.items():
+            yield from ((first + number, *term) for term in own_terms)
 
     def _fraction(self, placement: Placement) -> int:
-        return self._fractions.setdefault(placement, len(self._fractions))
+        number = self._fractions.of_value(piece := self.costs.view.fraction(placement))
+        if number == len(self._pieces):
+            self._pieces.append(piece)
+        return number
 
     def _flags(self, ref: TensorRef) -> tuple[Any, ...]:
         """What of a tensor, beside its size, its communication depends on."""
@@ -250,25 +275,25 @@ class EdgePrices:
         passes = tuple([self.costs.copies(ref, axis, before, after, form, free) for form in self.forms])
         return Run(axis, name, first, second, *copied(source, target), sharers, ahead, len(runs) - ahead, cuts, even, passes)
 
-    def _part(self, rows: Numbers, runs: Sequence[Run], refs: Sequence[TensorRef]) -> Part:
-        """rows: edge, run, tensor; fractions before, after, whole."""
-        edges, which, tensor = rows[:, :3].T
-        known, at = np.unique(which, return_inverse=True)
-        columns = [np.array(column)[at] for column in zip(*(runs[i][2:] for i in known.tolist()), strict=True)]
-        sharers, forward, backward, joins, even, passes = columns[4:]
-        first, second, shorter, longer = (rows[np.arange(len(rows)), 3 + column] for column in columns[:4])
-        whole, share = np.array([(float(r.bytes), self.costs.part_of_bucket(r)) for r in refs])[tensor].T
+    def _part(self, rows: Numbers, runs: Sequence[Run], refs: Sequence[TensorRef]) -> tuple[Part, Numbers]:
+        """The unlike ones of edges, and which of them each is. rows: run; tensor; fractions before, after, whole."""
+        known, at = np.unique(rows[:, 0], return_inverse=True)
+        columns = [np.array(column) for column in zip(*(runs[i][2:] for i in known.tolist()), strict=True)]
+        fractions = [rows[np.arange(len(rows)), 2 + column[at]] for column in columns[:4]]
+        _, one, which = np.unique(mixed(at, rows[:, 1], *fractions), return_index=True, return_inverse=True)
+        sharers, forward, backward, joins, even, passes = (column[at[one]] for column in columns[4:])
+        first, second, shorter, longer = (own[one] for own in fractions)
+        whole, share = np.array([(float(r.bytes), self.costs.part_of_bucket(r)) for r in refs])[rows[one, 1]].T
         summed = sharers > 0
         sent = np.where(summed, whole / np.maximum(sharers, 1) / self.costs.repeats, whole)
         latency = np.where(summed, share / self.costs.repeats, 1.0)
-        axis, collective = runs[int(which[0])][:2]
-        return Part(
-            axis, collective, edges, first, second, shorter, longer, sent, whole, latency, summed, forward, backward, joins, even, passes
-        )  # fmt: skip
+        axis, collective = runs[int(known[0])][:2]
+        part = Part(axis, collective, first, second, shorter, longer, sent, whole, latency, summed, forward, backward, joins, even, passes)
+        return part, which
 
-    def _affine(self, fractions: Sequence[Placement]) -> None:
+    def _affine(self) -> None:
         """The fractions as affine functions of the shares."""
-        pieces = [self.costs.view.fraction(p) for p in fractions]
+        pieces = self._pieces
         assert all(len(piece.slopes) < 2 for piece in pieces), "a fraction depends on one cut"
         self._cuts = list(dict.fromkeys(cut for piece in pieces for cut, _ in piece.slopes))
         place, kinds = {cut: i for i, cut in enumerate(self._cuts)}, len(self.costs.kinds)
@@ -287,7 +312,7 @@ class EdgesPriced:
 
     def moved(self, number: int, form: Form, free: bool) -> Moved | None:
         """What an edge does in a form, freed or not; None where it is to be priced by its terms, because nothing moves or it is cut again."""
-        place, row = self.prices.rows[free][number]
+        place, row = self.prices.rows[int(free), number].tolist()
         if place < 0:
             return None
         part = self.prices.parts[place]
@@ -297,22 +322,23 @@ class EdgesPriced:
         return Moved(tuple(self.values[place][which][row].tolist()), *times, bool(part.sums[row]), links.cuts, (ahead, back))
 
     def weighted(self, forward: Array, backward: Array, alone: bool = True) -> Array:
-        """(edge, weights) -> weighted seconds; the weights of what runs forward, and backward: weights x kinds. alone: with communication for which
+        """(price, weights) -> weighted seconds; the weights of what runs forward, and backward: weights x kinds. alone: with communication for which
         not all kinds wait (and, without, of what is cut again nothing else either)."""
-        prices = np.full((self.prices.count, len(forward)), np.inf)
+        every: list[Array] = []
         for part, values, copies in zip(self.prices.parts, self.values, self.copies, strict=True):
             found = []
             for value, (ahead, back) in zip(values, copies, strict=True):
                 apart = value @ forward.T * part.forward[:, None] + value @ backward.T * part.backward[:, None]
                 together = value.max(axis=1, keepdims=True) * (part.forward + part.backward)[:, None]
                 found.append(np.where(part.joins[:, None], together, apart if alone else 0.0) + ahead @ forward.T + back @ backward.T)
-            best: Array = np.where(part.even[:, None], found[0], np.minimum.reduce(found))
-            np.minimum.at(prices, part.edges, best)
+            every.append(np.where(part.even[:, None], found[0], np.minimum.reduce(found)))
+        known = np.concatenate([*every, np.full((1, len(forward)), np.inf)])  # last: nowhere
+        prices: Array = np.minimum.reduce(known[self.prices.ways])
         prices[np.isinf(prices)] = 0.0  # nothing moves
-        of_edge, terms, waited, forth = self.prices.recuts.T
+        of_recut, terms, waited, forth = self.prices.recuts.T
         seconds = self.prices.terms.values(self.shares)[terms]
         own = np.where(forth[:, None], seconds @ forward.T, seconds @ backward.T) if alone else 0.0
-        np.add.at(prices, of_edge, np.where(waited[:, None], seconds.max(axis=1, keepdims=True), own))
+        np.add.at(prices, of_recut, np.where(waited[:, None], seconds.max(axis=1, keepdims=True), own))
         return prices
 
     def _values(self, part: Part) -> list[Array]:
@@ -357,9 +383,13 @@ def _coded(values: Iterable[Any]) -> Numbers:
     return np.array(list(map(Numbering().of_value, values)), dtype=np.int64)
 
 
-def _mixed(*columns: Numbers) -> Numbers:
+def mixed(*columns: Numbers) -> Numbers:
     """One number per row, equal for equal rows."""
-    mixed = columns[0]
+    mixed, size = columns[0], int(columns[0].max(initial=0)) + 1
     for column in columns[1:]:
-        mixed = mixed * (int(column.max(initial=0)) + 1) + column
+        width = int(column.max(initial=0)) + 1
+        if size * width > MOST:
+            _, mixed = np.unique(mixed, return_inverse=True)
+            size = int(mixed.max()) + 1
+        mixed, size = mixed * width + column, size * width
     return mixed

@@ -136,7 +136,7 @@ class Ahead:
 
     def _conversions(self, part: Part) -> Array:
         """(row, choice, weights) -> the price of what each choice needs, from what is available in the row."""
-        return self.priced.conversions(part.table)[:, self.needs[part.slot]]
+        return self.priced.conversions(part.table, targets=self.needs[part.slot])
 
 
 def _available(part: Part, place: int) -> list[int]:

@@ -92,7 +92,7 @@ class Conversions:
         return self._ran[key]
 
     def _communication(self, table: TensorTable, edge: Edge) -> Ran:
-        number = self.grid.number.get((id(table), edge.source, edge.target))
+        number = self.grid.number(table, edge.step.axis, edge.source, edge.target)
         moved = self.edges.moved(number, edge.step.form, edge.step.free) if number is not None else None
         if moved is None:
             terms = table.terms_of(edge)

@@ -24,18 +24,21 @@ FEW = 3  # kinds up to which every pair of them has weights
 
 
 def padded(prices: Array) -> Array:
-    """Weighted seconds of edges with those of `NONE` and `STAYS`."""
+    """Weighted seconds with those of `NONE` and `STAYS`."""
     return np.vstack([prices, np.full((1, prices.shape[1]), np.inf), np.zeros((1, prices.shape[1]))])
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Edges of a table: source, target and number along each axis; for each order of the axes, the number of the edge on each between any two
-    placements (`NONE`, `STAYS`; orders x axes x sources and targets); source, target and the edges of every path through shards of the inner axis."""
+    """Prices of a table's edges (see `EdgePrices.price_of`): for each order of the axes, of the one on each between any two placements (`NONE`,
+    `STAYS`; orders x axes x sources and targets); source, target and those of every path through shards of the inner axis."""
 
-    edges: tuple[tuple[Numbers, Numbers, Numbers], ...]
     orders: Numbers
     shared: Numbers
+
+    def priced(self, price_of: Numbers) -> Paths:
+        """From the numbers of edges to those of their prices."""
+        return Paths(price_of[self.orders], np.concatenate([self.shared[:2], price_of[self.shared[2:]]]))
 
     def at(self, placements: int) -> Numbers:
         """Where those through shards lead from and to, among all pairs of so many placements."""
@@ -46,9 +49,11 @@ class Paths:
 @dataclass(frozen=True, slots=True)
 class Ways:
     """What tables have in common whose placements are related in the same way. along: of each axis, source and target of every edge, and whether the
-    variant is allowed that keeps what it gathers, or frees it; orders: as in `Paths`, where the edges are numbered from 0 on."""
+    variant is allowed that keeps what it gathers, or frees it; numbers: of the edge between two placements (axis x source x target), from 0 on;
+    orders: as in `Paths`, of these numbers."""
 
     along: tuple[tuple[Numbers, Numbers, Mask, Mask], ...]
+    numbers: Numbers
     orders: Numbers
 
 
@@ -67,9 +72,9 @@ def _ways_of(table: TensorTable) -> Ways:
         count += len(own)
         steps[axis, sources[there], targets[there]] = own
     if len(steps) == 1:
-        return Ways(tuple(along), steps[:, :n, :n].reshape(1, 1, -1))
+        return Ways(tuple(along), steps, steps[:, :n, :n].reshape(1, 1, -1))
     orders = np.array([[steps[axis, at, after].ravel() for axis, at, after in order] for order in pattern.orders])
-    return Ways(tuple(along), orders)
+    return Ways(tuple(along), steps, orders)
 
 
 class Grid:
@@ -80,20 +85,24 @@ class Grid:
         bundles: list[Bundle] = []
         self.count = 0  # of edges in `bundles`
         self._known: dict[Any, Ways] = {}
-        self.paths = {id(table): self._paths(table, bundles) for table in tables}
+        self._begun: dict[int, tuple[Ways, int]] = {}  # by the id of a table, with the number of its first edge
+        paths = {id(table): self._paths(table, bundles) for table in tables}
         self.edges = problem.costs.edge_prices(bundles, problem.restriction.forms)
-        self.number: dict[tuple[int, int, int], int] = {}  # of the edge between two placements of a table, by its id
-        for key, paths in self.paths.items():
-            for along in paths.edges:
-                self.number |= {(key, p, q): n for p, q, n in np.transpose(along).tolist()}
+        price_of = np.append(self.edges.price_of, [NONE, STAYS])
+        self.paths = {key: own.priced(price_of) for key, own in paths.items()}
+
+    def number(self, table: TensorTable, axis: int, source: int, target: int) -> int | None:
+        """Of the edge between two placements of a table; None for those on paths through shards of the inner axis."""
+        ways, begun = self._begun[id(table)]
+        found = int(ways.numbers[axis, source, target]) if source >= 0 else NONE
+        return begun + found if found >= 0 else None
 
     def _paths(self, table: TensorTable, every: list[Bundle]) -> Paths:
-        ways, begun, edges = self._ways(table), self.count, []
+        ways, begun = self._begun[id(table)] = self._ways(table), self.count
         for axis, (sources, targets, kept, freed) in enumerate(ways.along):
-            numbers = self._take(Bundle(table.ref, axis, table.all_placements, sources, targets, kept, freed), every)
-            edges.append((sources, targets, numbers))
+            self._take(Bundle(table.ref, axis, table.all_placements, sources, targets, kept, freed), every)
         orders = np.where(ways.orders < 0, ways.orders, ways.orders + begun)
-        return Paths(tuple(edges), orders, self._shared(table, every) if len(edges) > 1 else _NO_PATHS)  # on one axis nothing lies between
+        return Paths(orders, self._shared(table, every) if len(ways.along) > 1 else _NO_PATHS)  # on one axis nothing lies between
 
     def _ways(self, table: TensorTable) -> Ways:
         """Those of tensors like that of a table: of equal patterns, whose conversions are as free to be chosen."""

@@ -420,7 +420,7 @@ class Potentials:
                 continue
             wide = live[at].wide
             rows = self._size(table, wide)
-            prices = priced.conversions(table)[:rows][:, needs].transpose(1, 0, 2)
+            prices = priced.conversions(table, slice(rows), needs).transpose(1, 0, 2)
             if after is None:
                 reads.append(Read(at, prices, needs))
                 continue

@@ -300,7 +300,7 @@ class Relaxation:
             more: Array = np.where(np.isfinite(least), (ways + after).min(axis=0) - np.where(np.isfinite(least), least, 0.0), 0.0)
             return more
         inside = list(bits(use.mask))
-        cost = self.priced.direct(table)[inside].min(axis=0)
+        cost = self.priced.direct(table, inside).min(axis=0)
         cost[inside] = 0.0
         if last:
             cost += np.minimum(gains := self._gains(use), gains[inside].min(axis=0))
@@ -497,8 +497,7 @@ class Relaxation:
 
         held = None
         if moves.prices is not None:
-            terms, which = sheet.held()
-            held = np.array([moves.price(term) for term in terms.tolist()])[which]
+            held = np.array([moves.price(term) for term in sheet.held()[0].tolist()])
         prices = Prices(moves.values, weights, moves.capacity, moves.prices)
         pairs = weights.kinds if len(weights.pairs) == weights.kinds**2 else 0
         return Priced(sheet, edges(weights.forward, weights.backward), prices, pairs, held, waited)

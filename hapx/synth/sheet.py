@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hapx.cost.edges import Array, Mask, Numbers
+from hapx.cost.edges import Array, Mask, Numbers, mixed
+from hapx.synth.alike import Alike, Block, numbered
 from hapx.synth.effect import ROUNDING, Effect, at_most
-from hapx.synth.grid import Grid, Prices, layout
+from hapx.synth.grid import NONE, Grid, Prices, layout
 from hapx.synth.outline import Outline
 from hapx.synth.problem import Problem, StepClass
 from hapx.synth.tables import TensorTable, bits
@@ -24,6 +26,9 @@ from hapx.theory.conversion import storages
 from hapx.transposes import forward_collective
 
 MANY = 2048  # choices times rows, from which on it is worth while to look for choices that can be left out
+FEW = 32  # of the cheapest choices, with which others are compared to find those
+EVERY = slice(None)
+Chosen = slice | list[int] | Numbers
 View = tuple[slice, tuple[int, ...]]  # entries, and their shape
 
 
@@ -114,16 +119,19 @@ class Weighted:
         return np.ascontiguousarray((found if self.cuts is None else found - offset[:, None]).T)
 
     def _undominated(self, then: Array) -> Numbers:
-        """The choices that may be the least after some row: none that ends the same phases costs no more, before and after it."""
-        count = len(self.base)
+        """Choices among which the least is after every row: hardly any that costs no less than another one, before and after it, and ends the same
+        phases. Most of them cost no less than the first few, from the cheapest on."""
         known = [self.base, np.broadcast_to(then, self.base.shape), *([] if self.cuts is None else [self.cuts.after])]
         costs = np.concatenate(known, axis=1)
-        dearer: Mask = np.logical_and.reduce(costs[:, None] <= costs, axis=2)  # (one, other): whether the other costs no less
-        if self.cuts is not None:
-            ends = self.cuts.ends(count)
-            dearer = dearer & (ends[:, None] == ends)
-        before = np.tri(count, k=-1, dtype=bool).T  # of equal ones the first stays
-        return np.flatnonzero(~(dearer & (~dearer.T | before)).any(axis=0))
+        left = np.argsort(costs.sum(axis=1), kind="stable")  # of equal ones the first stays
+        ends = self.cuts.ends(len(costs)) if self.cuts is not None else None
+        found: list[int] = []
+        while len(left) and len(found) < FEW:
+            one = left[0]
+            found.append(one)
+            dearer: Mask = np.logical_and.reduce(costs[left] >= costs[one], axis=1)
+            left = left[~dearer if ends is None else ~(dearer & (ends[left] == ends[one]))]
+        return np.sort(np.concatenate([np.array(found, dtype=np.int64), left]))
 
 
 class Sheet:
@@ -131,7 +139,8 @@ class Sheet:
 
     def __init__(self, problem: Problem, grid: Grid, outline: Outline):
         self.outline, self.grid = outline, grid
-        self.tables = list({id(t): t for t in problem.tables.values()}.values())
+        tables = {id(t): t for t in problem.tables.values()}.values()
+        self.tables = sorted(tables, key=lambda t: len(t.placements))  # those of as many placements lie side by side
         self.classes = problem.classes
         steps = [c.step for kind in problem.classes for c in kind.choices]
         self.own = _views([(id(k), (len(k.choices),)) for k in problem.classes])  # per class and choice
@@ -155,17 +164,28 @@ class Sheet:
     # -- between placements -----------------------------------------------------------------------------------------------------------------------
 
     def _paths(self) -> None:
-        """`between`: (source, target) of every table; the edges of its paths, for each order of the axes; those through shards of the inner axis."""
+        """`between`: (source, target) of every table, of which most cost the same as another. `unlike`: of those that do not, the prices of edges for
+        each order of the axes, which of them lead through shards of the inner axis, and the prices of those edges; `alike`: which one every entry
+        is like."""
         paths = [self.grid.paths[id(t)] for t in self.tables]
         self.between = _views([(id(t), (len(t.placements),) * 2) for t in self.tables])
-        self.orders: Numbers = np.concatenate([p.orders for p in paths], axis=2)
-        at = [self.between[id(t)][0].start + p.at(len(t.placements)) for t, p in zip(self.tables, paths, strict=True)]
-        self.through: tuple[Numbers, Numbers] = np.concatenate(at), np.concatenate([p.shared[2:] for p in paths], axis=1)
+        orders = np.concatenate([p.orders for p in paths], axis=2)
+        at = np.concatenate([self.between[id(t)][0].start + p.at(len(t.placements)) for t, p in zip(self.tables, paths, strict=True)])
+        through = np.concatenate([p.shared[2:] for p in paths], axis=1)
+        passed = np.zeros(orders.shape[2], dtype=np.int64)
+        passed[at] = mixed(*through) + 1
+        # two edges cost the same in either order
+        ends = np.sort(orders, axis=1) if orders.shape[1] == 2 else orders
+        one, self.alike = numbered(mixed(*(ends - NONE).reshape(-1, orders.shape[2]), passed))
+        place = np.full(orders.shape[2], -1)
+        place[at] = range(len(at))
+        shared = np.flatnonzero(place[one] >= 0)
+        self.unlike: tuple[Numbers, Numbers, Numbers] = orders[:, :, one], shared, through[:, place[one[shared]]]
 
     def held(self) -> tuple[Numbers, Numbers]:
         """Terms of what conversions leave in memory (-1: nothing; a gathered parameter may be freed), and per entry of `between` which of them."""
         if self._held is None:
-            found = np.full(self.orders.shape[2], -1)
+            found = np.full(len(self.alike), -1)
             for table in self.tables:
                 if not table.parameter:
                     states, (own, shape) = [p.states for p in table.placements], self.between[id(table)]
@@ -177,30 +197,40 @@ class Sheet:
             self._held = np.unique(found, return_inverse=True)
         return self._held
 
+    @cached_property
+    def without(self) -> Alike:
+        """Where it costs nothing to hold what conversions leave in memory."""
+        return Alike(self.alike, self.blocks, self.length)
+
+    @cached_property
+    def holding(self) -> tuple[Alike, Numbers, Numbers]:
+        """Where it does; of every price of conversions, its number without that, and the number of what is held (see `held`)."""
+        _, which = self.held()
+        one, number = numbered(mixed(self.alike, which))
+        return Alike(number, self.blocks, self.length), self.alike[one], which[one]
+
     def _conversions(self) -> None:
-        """`rows`: (row, target) of every table; the entries of `between` from which a set of one placement may come; pairs of rows for the others."""
+        """`rows`: (row, target) of every table; `blocks`: of those of as many placements, which entries of `between` make them."""
         self.rows = _views([(id(t), (len(self.outline.sets(t)), len(t.placements))) for t in self.tables])
-        starts, sources, sizes, ones, twos, both = ([] for _ in range(6))
-        for table in self.tables:
-            n, begin, at = len(table.placements), self.between[id(table)][0].start, self.rows[id(table)][0].start
-            row, source = np.nonzero(self.outline.inside(table)[:n])
-            starts.append(at + row * n)
-            sources.append(begin + source * n)
-            sizes.append(np.full(len(row), n))
-            pairs = np.array(self.outline.pairs(table), dtype=np.int64).reshape(-1, 2)
-            ones.append((at + pairs[:, :1] * n + np.arange(n)).ravel())
-            twos.append((at + pairs[:, 1:] * n + np.arange(n)).ravel())
-            both.append((at + (n + 1) * n + np.arange(len(pairs) * n)).ravel())
-        width = np.concatenate(sizes)
-        target = np.arange(width.sum()) - np.repeat(np.cumsum(width) - width, width)
-        made = np.repeat(np.concatenate(starts), width) + target
-        order = np.argsort(made, kind="stable")
-        self.from_one = (np.repeat(np.concatenate(sources), width) + target)[order]
-        made = made[order]
-        self.first_from = np.flatnonzero(np.diff(made, prepend=-1))
-        self.of_one, self.of_two = made[self.first_from], np.concatenate(both)
-        self.one_of_two, self.other_of_two = np.concatenate(ones), np.concatenate(twos)
+        self.blocks = [self._block(n, list(tables)) for n, tables in groupby(self.tables, key=lambda t: len(t.placements))]
         self.length = sum(s.stop - s.start for s, _ in self.rows.values())
+
+    def _block(self, n: int, tables: list[TensorTable]) -> Block:
+        sources, ones, twos, counts, first = [], [], [], [], 0
+        for k, table in enumerate(tables):
+            row, source = np.nonzero(self.outline.inside(table)[:n])
+            sources.append(source + k * n)
+            counts.append(np.bincount(row, minlength=n))
+            pairs = np.array(self.outline.pairs(table), dtype=np.int64).reshape(-1, 2)
+            ones.append(first + np.arange(n))
+            twos.append(np.stack([*(pairs.T + first), first + n + 1 + np.arange(len(pairs))]))
+            first += self.rows[id(table)][1][0]
+        starts = np.cumsum(np.concatenate(counts))
+        between, rows = ([own[id(t)][0] for t in tables] for own in (self.between, self.rows))
+        return Block(
+            n, slice(between[0].start, between[-1].stop), slice(rows[0].start, rows[-1].stop), np.concatenate(sources), np.append(0, starts[:-1]),
+            np.concatenate(ones), *np.concatenate(twos, axis=1),
+        )  # fmt: skip
 
     def along(self, table: TensorTable, rows: slice | list[int], columns: slice | int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Of some pairs of placements of a table, from `rows` to `columns`: which entries of `between` they are; as in `grid.Paths`, the edges for
@@ -285,16 +315,16 @@ class Priced:
     """The prices at one set of shares."""
 
     def __init__(self, sheet: Sheet, edges: Array, prices: Prices, pairs: int, held: Array | None, waited: Callable[[], Array]):
-        """edges: as `grid.padded`; waited: gives the same of what `waited` counts. pairs: see `Cuts`. held: per entry of `between`, the price of what
-        a conversion leaves in memory."""
+        """edges: as `grid.padded`; waited: gives the same of what `waited` counts. pairs: see `Cuts`. held: of what conversions leave in memory, the
+        prices (see `Sheet.held`)."""
         self.sheet, self.pairs, self._held, self._waited_for = sheet, pairs, held, waited
         self._targets: dict[tuple[int, int], To] = {}
-        direct = _cheapest(edges, sheet.orders, *sheet.through)
-        self._direct = direct if held is None else direct + held[:, None]
-        self._rows = np.zeros((sheet.length, edges.shape[1]))  # from anything: nothing
-        self._rows[sheet.of_one] = np.minimum.reduceat(self._direct[sheet.from_one], sheet.first_from)
-        self._rows[sheet.of_two] = np.minimum(self._rows[sheet.one_of_two], self._rows[sheet.other_of_two])
-        self._needed = self._rows[sheet.needed]
+        self._alike, self._direct = sheet.without, _cheapest(edges, *sheet.unlike)
+        if held is not None:
+            self._alike, unlike, of_held = sheet.holding
+            self._direct = self._direct[unlike] + held[of_held, None]
+        self._rows = self._alike.of_rows(self._direct)
+        self._needed = self._rows[self._alike.rows[sheet.needed]]
         self._own = own = prices.steps(sheet.layout)
         self.cuts = prices.capacity is None and bool(sheet.freed.any())
         if self.cuts:
@@ -302,29 +332,29 @@ class Priced:
             own = own - self._after
         base: Array = own[sheet.of_choice]
         if len(sheet.first_starts):
-            ways = np.vstack([own, np.full((1, own.shape[1]), np.inf)])[sheet.first_kept] + self._rows[sheet.first_converted]
+            ways = np.vstack([own, np.full((1, own.shape[1]), np.inf)])[sheet.first_kept] + self._rows[self._alike.rows[sheet.first_converted]]
             firsts = np.vstack([np.minimum.reduceat(ways, sheet.first_starts), np.zeros((1, own.shape[1]))])
             for numbers in sheet.firsts_of_choice:
                 base += firsts[numbers]
         self._base = base
 
-    def direct(self, table: TensorTable) -> Array:
+    def direct(self, table: TensorTable, sources: Chosen = EVERY, targets: Chosen = EVERY) -> Array:
         """(source, target, weights): the least price over all paths between two placements, every order of the axes, the cheapest edge on each."""
-        return _at(self._direct, self.sheet.between[id(table)])
+        return _chosen(self._direct, self._alike.direct, self.sheet.between[id(table)], sources, targets)
 
-    def conversions(self, table: TensorTable) -> Array:
+    def conversions(self, table: TensorTable, rows: Chosen = EVERY, targets: Chosen = EVERY) -> Array:
         """(row, target, weights): the least price of a conversion from anything that is available in the row; nothing for "anything"."""
-        return _at(self._rows, self.sheet.rows[id(table)])
+        return _chosen(self._rows, self._alike.rows, self.sheet.rows[id(table)], rows, targets)
 
     def first(self, table: TensorTable, needs: Numbers) -> Array:
         """(way to store it, choice, weights): the price of a parameter that is used for the first time, in what each choice needs."""
         kept = [k.placement for k in table.stored]
-        ways: Array = _at(self._own, self.sheet.stored[id(table)])[:, None] + self.conversions(table)[kept][:, needs]
+        ways: Array = _at(self._own, self.sheet.stored[id(table)])[:, None] + self.conversions(table, kept, needs)
         return ways
 
     def available(self, table: TensorTable, mask: int) -> Array:
         """(target, weights): the same from anything in a set of placements."""
-        found: Array = self.conversions(table)[list(bits(mask))].min(axis=0)
+        found: Array = self.conversions(table, list(bits(mask))).min(axis=0)
         return found
 
     def waited(self, table: TensorTable, rows: slice | list[int], columns: slice | int) -> Array:
@@ -332,7 +362,7 @@ class Priced:
         last weight, without copies. rows, columns: see `Sheet.along`."""
         entries, orders, at, through = self.sheet.along(table, rows, columns)
         found = _cheapest(self._edges_waited, orders, at, through)
-        return found if self._held is None else found + self._held[entries, None]
+        return found if self._held is None else found + self._held[self.sheet.held()[1][entries], None]
 
     def in_order(self, table: TensorTable, sources: Sequence[int], target: int) -> list[int]:
         """See `hapx.synth.moves.Least`."""
@@ -352,9 +382,8 @@ class Priced:
     def _to(self, table: TensorTable, target: int) -> To:
         key = id(table), target
         if key not in self._targets:
-            every = slice(None)
-            waited, ends = self.waited(table, every, target), self.sheet.ends_phases(table, every, target)
-            self._targets[key] = To(self.direct(table)[:, target, -1].tolist(), waited.tolist(), ends.tolist())
+            waited, ends = self.waited(table, EVERY, target), self.sheet.ends_phases(table, EVERY, target)
+            self._targets[key] = To(self.direct(table, EVERY, [target])[:, 0, -1].tolist(), waited.tolist(), ends.tolist())
         return self._targets[key]
 
     @cached_property
@@ -383,6 +412,10 @@ def _cheapest(edges: Array, orders: Numbers, at: Numbers, through: Numbers) -> A
     if len(at):  # one path at most between two placements
         found[at] = np.minimum(found[at], np.add.reduce(edges[through], axis=0))
     return found
+
+
+def _chosen(prices: Array, numbers: Numbers, view: View, first: Chosen, second: Chosen) -> Array:
+    return prices[numbers[view[0]].reshape(view[1])[first][:, second]]
 
 
 def _at(values: Array, view: View) -> Array:

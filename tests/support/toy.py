@@ -126,6 +126,11 @@ class ToyPrices:
     edges: Sequence[tuple[Edge, tuple[bool, ...]]]
     forms: frozenset[str]
 
+    @property
+    def price_of(self) -> np.ndarray:
+        """Every edge has its own."""
+        return np.arange(len(self.edges))
+
     def at(self, shares: Shares, exposed: float = 1.0) -> ToyPriced:
         return ToyPriced(self, shares, exposed)
 
