@@ -59,6 +59,7 @@ DEEPEST = (32, 16)  # levels that a context is followed back at most; the latter
 FEW_STEPS = 150
 MANY = 64  # contexts, from which on new ones are of one parameter: of two, they are as many as there are pairs of placements, each takes as long as
 # ten partial programs, and what they say more is little beside potentials
+TOGETHER = 2**23  # numbers in an array, up to which contexts are made at once
 GENERAL = -1  # whatever is available
 FEW_ROWS = 32  # of values, up to which it is not worth while to turn its rows around
 Rows = dict[int, Array]  # by where a value has its bits before the level, GENERAL: by none of them
@@ -159,8 +160,14 @@ class Relaxation:
     def _make(self, several: Sequence[tuple[Use, ...]]) -> None:
         """Contexts whose uses differ in their placements only, at once."""
         new = [uses for uses in several if uses not in self._contexts and not self._apart(uses)]
-        if new:
-            self._contexts.update(zip(new, self._followed(new), strict=True))
+        if not new:
+            return
+        top, rows, steps = max(u.level for u in new[0]), self.general.rows, self.problem.steps
+        levels = range(max(0, top - self.deepest), top + 1)
+        largest = max(len(steps[level].kind.choices) * sum(map(len, rows[level + 1].values())) for level in levels) * len(self.weights)
+        size = max(1, TOGETHER // largest)
+        for some in (new[at : at + size] for at in range(0, len(new), size)):
+            self._contexts.update(zip(some, self._followed(some), strict=True))
 
     def matters(self, level: int, slot: int) -> bool:
         """Whether it costs enough to have a stored parameter where a use needs it, from wherever it is, for a context to say where it is."""

@@ -104,8 +104,11 @@ def test_in_haste_the_narrowest_beam_finds_the_same(monkeypatch: pytest.MonkeyPa
     assert contexts < others
 
 
+@pytest.mark.parametrize("most", [relaxation.TOGETHER, 20_000])
 @pytest.mark.parametrize("view", ["flat", "16x4"])
-def test_tables_of_all_placements_are_made_at_once_as_one_by_one(view: str) -> None:
+def test_tables_of_all_placements_are_made_at_once_as_one_by_one(view: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a few at once, where there is a limit."""
+    monkeypatch.setattr(relaxation, "TOGETHER", most)
     _, domain = tied(1, view)
     at_once = domain.bound.relaxation
     at_once.coming(0)
