@@ -215,10 +215,8 @@ class Relaxation:
         tables: list[dict[int, Rows]] = [{} for _ in several]
         after = {n: np.tile(own, len(left)) for n, own in general.rows[top + 1].items()}
         for level in range(top, -1, -1):
-            here = [[u for u in several[k] if u.level == level] for k in left]
-            weighted = _beside(
-                [self._weighted_with(level, own, level == top) for own in here] if here[0] else [self._weighted_with(level, [])] * len(left)
-            )
+            uses = [[u for u in several[k] if u.level == level] for k in left]
+            weighted = _beside([self._weighted_with(level, own, level == top) for own in uses])
             mine, offsets = Rows(), np.tile(offset, len(left))
             self._step(level, mine, after, weighted, offsets)
             if self.ahead:  # of joins only the general tables know
