@@ -156,11 +156,12 @@ class EdgePrices:
         self.costs, count = costs, sum(map(len, bundles))
         self.forms = [f for f in FORMS if f.value in forms] or [Form.PADDED]
         self._fractions = Numbering()  # of tensors that are held: equal ones are one
-        self._pieces: list[Piece] = []
         self.terms = TermTable(len(costs.kinds))
         alongs = [_Along(axis, bundles) for axis in sorted({bundle.axis for bundle in bundles if len(bundle)})]
-        again = np.full(count, -1)
-        recuts = [row for edges in alongs for row in self._recuts(edges, again)]
+        again, recuts = np.full(count, -1), Numbering()  # of edges that are cut again, the number of their terms
+        for edges in alongs:
+            for k in np.flatnonzero(edges.again).tolist():
+                again[edges.numbers[k]] = recuts.of_value(tuple(self._recut(edges.edge(k))))
         self.parts: list[Part] = []
         # kept and freed: of every edge its part and its row there (-1: nothing moves, or it is a re-cut)
         self.rows = np.full((2, count, 2), -1)
@@ -172,8 +173,9 @@ class EdgePrices:
         # of every price, where it is kept and freed among the rows of all parts, one after the other (-1: nowhere); of those of re-cuts, which move
         # by the difference of two shares, the terms: price, term, whether all kinds wait for it, and whether it runs forward
         self.ways, of_recut = ways[:, one], again[one]
-        place = {number: k for k, number in enumerate(of_recut.tolist()) if number >= 0}
-        self.recuts = np.array([(place[number], *own) for number, *own in recuts], dtype=np.int64).reshape(-1, 4)
+        terms = recuts.values()
+        rows = [(price, *term) for price, number in enumerate(of_recut.tolist()) if number >= 0 for term in terms[number]]
+        self.recuts = np.array(rows, dtype=np.int64).reshape(-1, 4)
         self._affine()
 
     def _lay_out(self, edges: _Along) -> None:
@@ -185,12 +187,9 @@ class EdgePrices:
         fractions, gathered = np.array([self._fraction(p) for p in every]), np.zeros(len(every), dtype=np.int64)
         reached = np.unique(targets)
         gathered[reached] = [self._fraction(every[p].gathered((axis,))) for p in reached.tolist()]
-        sizes = _coded((r.bytes, self.costs.part_of_bucket(r)) for r in edges.refs)
-        _, tensors = np.unique(sizes, return_index=True)
-        rows = np.stack(
-            [edges.numbers, np.zeros_like(targets), sizes[edges.tensor], fractions[sources], fractions[targets], gathered[targets]], axis=1
-        )
-        runs = Numbering()
+        runs, sizes = Numbering(), Numbering()
+        sized = np.array([sizes.of_value((float(r.bytes), self.costs.part_of_bucket(r))) for r in edges.refs])[edges.tensor]
+        rows = np.stack([edges.numbers, np.zeros_like(targets), sized, fractions[sources], fractions[targets], gathered[targets]], axis=1)
         found: dict[str, list[tuple[int, Numbers]]] = {}  # by collective
         for free, allowed in enumerate(edges.allowed):
             chosen = np.flatnonzero(allowed & ~edges.again)
@@ -203,7 +202,7 @@ class EdgePrices:
         for pieces in found.values():
             ways = np.repeat([free for free, _ in pieces], [len(own) for _, own in pieces])
             chosen = np.concatenate([own for _, own in pieces])
-            part, row = self._part(chosen[:, 1:], runs.values(), [edges.refs[k] for k in tensors])
+            part, row = self._part(chosen[:, 1:], runs.values(), sizes.values())
             self.rows[ways, chosen[:, 0]] = np.stack([np.full(len(chosen), len(self.parts)), row], axis=1)
             self.parts.append(part)
 
@@ -227,27 +226,17 @@ class EdgePrices:
             found[price, 0 if ahead else 1] |= bool(waited)
         return found
 
-    def _recuts(self, edges: _Along, again: Numbers) -> Iterator[tuple[int, int, bool, bool]]:
-        """The terms of those that are cut again, as in `recuts`, but by their number; `again` gets that of each edge."""
-        numbers: dict[tuple[tuple[int, bool, bool], ...], int] = {}
-        first = int(again.max(initial=-1)) + 1
-        for k in np.flatnonzero(edges.again).tolist():
-            ref, axis, before, after = edges.edge(k)
-            step = Communication(axis, before.states[axis], after.states[axis], Form.NONE, ref.requires_grad)
-            cost = self.costs.conversion(ref, (step,), after)
-            own = [(self.terms.number(c.term), c.cuts, c.direction == "forward") for c in cost.communication]
-            copies = (cost.forward, True), (cost.backward, False)
-            own += [(self.terms.number(term), False, ahead) for term, ahead in copies if term is not None]
-            number = first + numbers.setdefault(tuple(own), len(numbers))
-            again[edges.numbers[k]] = number
-        for own_terms, number in numbers.items():
-            yield from ((first + number, *term) for term in own_terms)
+    def _recut(self, edge: Edge) -> Iterator[tuple[int, bool, bool]]:
+        """The terms of one that is cut again, as in `recuts`."""
+        ref, axis, before, after = edge
+        step = Communication(axis, before.states[axis], after.states[axis], Form.NONE, ref.requires_grad)
+        cost = self.costs.conversion(ref, (step,), after)
+        yield from ((self.terms.number(c.term), c.cuts, c.direction == "forward") for c in cost.communication)
+        copies = (cost.forward, True), (cost.backward, False)
+        yield from ((self.terms.number(term), False, ahead) for term, ahead in copies if term is not None)
 
     def _fraction(self, placement: Placement) -> int:
-        number = self._fractions.of_value(piece := self.costs.view.fraction(placement))
-        if number == len(self._pieces):
-            self._pieces.append(piece)
-        return number
+        return self._fractions.of_value(self.costs.view.fraction(placement))
 
     def _flags(self, ref: TensorRef) -> tuple[Any, ...]:
         """What of a tensor, beside its size, its communication depends on."""
@@ -275,15 +264,16 @@ class EdgePrices:
         passes = tuple([self.costs.copies(ref, axis, before, after, form, free) for form in self.forms])
         return Run(axis, name, first, second, *copied(source, target), sharers, ahead, len(runs) - ahead, cuts, even, passes)
 
-    def _part(self, rows: Numbers, runs: Sequence[Run], refs: Sequence[TensorRef]) -> tuple[Part, Numbers]:
-        """The unlike ones of edges, and which of them each is. rows: run; tensor; fractions before, after, whole."""
+    def _part(self, rows: Numbers, runs: Sequence[Run], sizes: Sequence[tuple[float, float]]) -> tuple[Part, Numbers]:
+        """The unlike ones of edges, and which of them each is. rows: run; size; fractions before, after, whole. sizes: bytes of tensors, and parts of
+        a bucket of gradients."""
         known, at = np.unique(rows[:, 0], return_inverse=True)
         columns = [np.array(column) for column in zip(*(runs[i][2:] for i in known.tolist()), strict=True)]
         fractions = [rows[np.arange(len(rows)), 2 + column[at]] for column in columns[:4]]
         _, one, which = np.unique(mixed(at, rows[:, 1], *fractions), return_index=True, return_inverse=True)
         sharers, forward, backward, joins, even, passes = (column[at[one]] for column in columns[4:])
         first, second, shorter, longer = (own[one] for own in fractions)
-        whole, share = np.array([(float(r.bytes), self.costs.part_of_bucket(r)) for r in refs])[rows[one, 1]].T
+        whole, share = np.array(sizes)[rows[one, 1]].T
         summed = sharers > 0
         sent = np.where(summed, whole / np.maximum(sharers, 1) / self.costs.repeats, whole)
         latency = np.where(summed, share / self.costs.repeats, 1.0)
@@ -293,7 +283,7 @@ class EdgePrices:
 
     def _affine(self) -> None:
         """The fractions as affine functions of the shares."""
-        pieces = self._pieces
+        pieces: list[Piece] = self._fractions.values()
         assert all(len(piece.slopes) < 2 for piece in pieces), "a fraction depends on one cut"
         self._cuts = list(dict.fromkeys(cut for piece in pieces for cut, _ in piece.slopes))
         place, kinds = {cut: i for i, cut in enumerate(self._cuts)}, len(self.costs.kinds)

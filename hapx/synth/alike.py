@@ -54,12 +54,12 @@ class Alike:
     def __init__(self, direct: Numbers, blocks: Sequence[Block], length: int):
         self.direct, self.rows = direct, np.full(length, -1)
         one, which = _alike_groups(direct, blocks)
-        ends = np.cumsum([len(b.ones) * b.placements for b in blocks])
-        parts = np.split(one, np.searchsorted(one, ends[:-1]))
-        came = [b.came_from(own - end + len(b.ones) * b.placements) for b, own, end in zip(blocks, parts, ends.tolist(), strict=True)]
+        begin = np.cumsum([0, *(len(b.ones) * b.placements for b in blocks[:-1])])
+        parts = np.split(one, np.searchsorted(one, begin[1:]))
+        came = [b.came_from(own - first) for b, own, first in zip(blocks, parts, begin.tolist(), strict=True)]
         self.groups, counts = direct[np.concatenate([entries for entries, _ in came])], np.concatenate([own for _, own in came])
         self.firsts = np.cumsum(counts) - counts
-        for block, own in zip(blocks, np.split(which, ends[:-1]), strict=True):
+        for block, own in zip(blocks, np.split(which, begin[1:]), strict=True):
             block.lines(self.rows)[block.ones] = own.reshape(-1, block.placements)
         pairs = [(block.lines(self.rows)[block.left].ravel(), block.lines(self.rows)[block.right].ravel()) for block in blocks]
         left, right = (np.concatenate(own) for own in zip(*pairs, strict=True))

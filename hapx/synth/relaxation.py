@@ -211,10 +211,11 @@ class Relaxation:
         in every array, as a call of numpy takes longer than what it does for a few weights."""
         general, width = self.general, len(self.weights)
         top, left = max(u.level for u in several[0]), list(range(len(several)))
+        bottom = max(0, top - self.deepest)
         offset, found = general.offsets[top + 1], dict[int, Context]()
         tables: list[dict[int, Rows]] = [{} for _ in several]
         after = {n: np.tile(own, len(left)) for n, own in general.rows[top + 1].items()}
-        for level in range(top, -1, -1):
+        for level in range(top, bottom - 1, -1):
             uses = [[u for u in several[k] if u.level == level] for k in left]
             weighted = _beside([self._weighted_with(level, own, level == top) for own in uses])
             mine, offsets = Rows(), np.tile(offset, len(left))
@@ -226,7 +227,7 @@ class Relaxation:
             every = {n: own.reshape(len(own), len(left), width) for n, own in mine.items()}
             for number, k in enumerate(left):
                 tables[k][level] = {n: np.ascontiguousarray(own[:, number]) for n, own in every.items()}
-                if even[number] or level == max(0, top - self.deepest):
+                if even[number] or level == bottom:
                     more = added[number * width : (number + 1) * width]
                     found[k] = Context(level, general.end, tables[k], [offset] * len(tables[k]), several[k], (), (more, bool(even[number])))
             stay = [number for number, k in enumerate(left) if k not in found]

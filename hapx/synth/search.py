@@ -56,8 +56,8 @@ from hapx.theory.triple import Theory
 
 # what takes that many times what is known elsewhere is not balanced further (`hapx.turns`), nor searched with memory as part of the state
 HOPELESS = 1.5
+FARTHER = 1.1  # nor searched with wider beams, in a larger problem: what its ratios lead to from there, the next search sees
 NARROW, WIDTH = Width(1), Width(4)  # of the beams that a search begins with
-FARTHER = 1.1  # the same of larger problems, where it is not searched with wider beams: what ratios lead to from there, the next search sees
 REMEMBERED = 2  # programs that the next search begins with
 AT_PRICES = 24  # those that were found last where memory had a price, which other shares begin with
 BUDGET = 6_000  # partial programs that one search keeps at most, once it has a program
