@@ -25,7 +25,7 @@ N = TypeVar("N")
 
 MOST = 8  # processes at a time: there are seldom more jobs, and each takes memory
 NUMBER = 4  # bytes of a job's number; so few are read from a pipe at once or not at all
-PATIENCE = 10  # by how much a copy's priority is lowered that may wait
+PATIENCE = 4  # by how much a copy's priority is lowered that may wait: a third of what others get, not so little that it starves where cores are busy
 
 _copied = False  # of this process
 
