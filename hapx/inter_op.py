@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,10 +21,10 @@ from hapx.climbing import climbed, faster, in_parts, is_short, is_tight, key_of
 from hapx.errors import HapError, InsufficientMemoryError, PlanError, kept
 from hapx.ir import Graph
 from hapx.plan import Plan
-from hapx.processes import Telling, beside, beside_telling
+from hapx.processes import Telling, at_once, beside, beside_telling
 from hapx.progress import Teller
 from hapx.put_together import PUT_TOGETHER, SMALL, Made, look_ahead, polished, put_together
-from hapx.recompute import Tell
+from hapx.recompute import Tells
 from hapx.restriction import Restriction
 from hapx.scarcity import lacks_memory
 from hapx.seen import Seen, remembered
@@ -58,7 +58,7 @@ ROUNDS = 4  # of choosing, while what was chosen does not fit after all
 
 _Said = tuple[Any, Any, str, int]  # a warning: message, category, file, line
 _Made = Plan | InsufficientMemoryError | None  # of one stage; why it does not fit; None: not tried
-Whole = Callable[[Tell | None], Plan]  # of who is told how long the plan takes at least, if anybody is
+Whole = Callable[[bool], Tells[Plan]]  # whether somebody listens: then it says early how long the plan takes at least
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def plan_with_stages(asked: Setting, whole: Whole, parts: Callable[[int], Graph]
         if one is None:
             if single.failure is not None:
                 raise single.failure
-            return whole(None)
+            return at_once(whole(False))
         return replace(one, statistics={**cost.added_to(one.statistics), "stages_time": spent, "pipelines": len(found)})
     best = found[0]
     warn_of_mixing(best.graphs[best.first])
@@ -179,20 +179,26 @@ class _Single:
 def _single(asked: Setting, whole: Whole, *, hopeless: bool, apart: bool) -> Iterator[_Single]:
     """The plan of one stage. hopeless: it is not tried. apart: a copy of the process makes it, if there can be one."""
 
-    def noted(tell: Callable[[tuple[float, list[_Said]]], None]) -> tuple[_Made, list[_Said]]:
+    def noted() -> Generator[tuple[float, list[_Said]], None, tuple[_Made, list[_Said]]]:
         """With its warnings."""
-        made: _Made = None
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-
-            def so_far() -> list[_Said]:
-                return [(w.message, w.category, w.filename, w.lineno) for w in said]
-
-            try:
-                made = whole(lambda seconds: tell((seconds, so_far()))) if not hopeless else None
-            except InsufficientMemoryError as error:
-                made = kept(error)
-        return made, so_far()
+        said: list[_Said] = []
+        steps = whole(True)
+        while not hopeless:
+            with warnings.catch_warnings(record=True) as heard:  # of this step: what is done before the next one has its own
+                warnings.simplefilter("always")
+                made: _Made = None
+                seconds: float | None = None
+                try:
+                    seconds = next(steps)
+                except StopIteration as end:
+                    made = end.value
+                except InsufficientMemoryError as error:
+                    made = kept(error)
+            said += [(w.message, w.category, w.filename, w.lineno) for w in heard]
+            if seconds is None:
+                return made, said
+            yield seconds, list(said)
+        return None, said
 
     enough = NEAR * at_full_speed(asked)
     if hopeless or not apart:

@@ -36,9 +36,9 @@ from hapx.ir import Graph
 from hapx.lower import Candidate, at_their_best, extended, lower
 from hapx.overlap import overlapped
 from hapx.plan import Axis, Mesh, Plan, ProgramKey, key_of
-from hapx.processes import without_collections
+from hapx.processes import at_once, without_collections
 from hapx.progress import Teller, Watcher
-from hapx.recompute import Tell, as_chosen, at_least, fastest
+from hapx.recompute import Tells, as_chosen, at_least, fastest
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.setting import Counters, Setting
 from hapx.simulate import iteration_time
@@ -301,12 +301,11 @@ def plan_graphs(
     graphs: Sequence[Graph], cluster: ClusterSpec, *,
     strategy: str | Restriction = "auto", optimizer: str = "adamw", precision: str | None = None,
     keys: Sequence[ProgramKey] | None = None, capture_time: float = 0.0, progress: Watcher | None = None,
-    old: Plan | None = None, advise: bool = True, tell: Tell | None = None,
+    old: Plan | None = None, advise: bool = True,
 ) -> Plan:  # fmt: skip
     """A plan for the first graph, which chooses mesh and storage, with further programs for the others. progress: is told what is done. old: a plan
     made before, perhaps for another cluster: where the same mesh is tried under the same restriction, it is one of the starts, and a candidate.
-    advise: where nothing fits, what would help is tried and said. tell: is told how long the plan takes at least, early
-    where the model is large, and then as `hapx.recompute.fastest` says."""
+    advise: where nothing fits, what would help is tried and said."""
     graphs = list(map(discover, graphs))
     rule = restriction(strategy)
     named = [key_of(g) for g in graphs] if keys is None else list(keys)
@@ -314,30 +313,38 @@ def plan_graphs(
     before = old if old is not None and (old.restriction, old.optimizer) == (rule, optimizer) else None
     asked = Setting(graphs[0], named[0], cluster, rule, precision or "fp32", optimizer, progress=progress, old=before)
     try:
-        setting, best = _with_remat(asked, counters, tell=tell)
+        setting, best = at_once(_with_remat(asked, counters))
     except InsufficientMemoryError as error:
         if not advise:
             raise
         raise advised(error, asked, fits_somehow) from None
-    told = {"capture_time": capture_time, "coverage": coverage(setting.graph).as_dict(), **counters.as_dict()}
-    plan = lower(best, setting.graph, setting.key, cluster, rule, setting.precision, optimizer, told)
+    plan = _lowered(setting, best, counters, capture_time)
     for graph, key in zip(graphs[1:], named[1:], strict=True):
         plan = extend(plan, graph, key)
     return plan
 
 
-def _with_remat(setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, tell: Tell | None = None) -> tuple[Setting, Candidate]:
+def _lowered(setting: Setting, best: Candidate, counters: Counters, capture_time: float) -> Plan:
+    """The plan of a candidate, with statistics."""
+    told = {"capture_time": capture_time, "coverage": coverage(setting.graph).as_dict(), **counters.as_dict()}
+    return lower(best, setting.graph, setting.key, setting.cluster, setting.rule, setting.precision, setting.optimizer, told)
+
+
+def _with_remat(
+    setting: Setting, counters: Counters, meshes: Sequence[Mesh] | None = None, quickly: bool = False
+) -> Tells[tuple[Setting, Candidate]]:
     """The best candidate, and its setting, with the segments that it has: with blocks computed again in backward where the restriction says so, or
-    where memory binds and that is faster. tell: see `plan_graphs`."""
+    where memory binds and that is faster. Yields how long the plan takes at least, as `hapx.recompute.fastest` says; quickly: and early where the
+    model is large."""
     meshes = views(setting.cluster, setting.rule) if meshes is None else meshes
-    if tell is not None and len(setting.graph.nodes) > LARGE:
+    if quickly and len(setting.graph.nodes) > LARGE:
         quick = Counters()
-        tell(at_least(setting, quick, meshes, plan_spmd))
+        yield at_least(setting, quick, meshes, plan_spmd)
         counters.include(quick)
     remat = setting.rule.remat
     blocks = with_blocks(setting.graph) if remat != "none" and setting.graph.mode == "train" else setting.graph
     if remat == "auto" and blocks is not setting.graph:
-        return fastest(setting, counters, meshes, plan_spmd, tell)
+        return (yield from fastest(setting, counters, meshes, plan_spmd))
     return as_chosen(setting, plan_spmd(replace(setting, graph=blocks), counters, meshes)[0])
 
 
@@ -390,18 +397,17 @@ def plan_module(
     batches = Batches(captures, graph, number, in_parts=in_parts)
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
 
-    def whole(tell: Tell | None = None) -> Plan:
-        return plan_graphs(
-            [graph], cluster, strategy=rule, optimizer=optimizer, precision=precision, keys=[asked.key], capture_time=captured, progress=progress,
-            advise=False, tell=tell,
-        )  # fmt: skip
+    def whole(heard: bool) -> Tells[Plan]:
+        counters = Counters()
+        setting, best = yield from _with_remat(asked, counters, quickly=heard)
+        return _lowered(setting, best, counters, captured)
 
     def timed(plan: Plan) -> Plan:
         return replace(plan, statistics={**plan.statistics, "planning_time": time.perf_counter() - began})
 
     try:
         if rule.max_stages == 1 or micro_batches == 1 or cluster.num_devices == 1:
-            return timed(whole())
+            return timed(at_once(whole(False)))
         from hapx.inter_op import plan_with_stages
 
         plan = plan_with_stages(asked, whole, batches.part, number)
@@ -428,7 +434,7 @@ def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     if chosen_blocks(plan.graphs[plan.first]):
         rule = replace(rule, remat="blocks")
     setting = Setting(graph, key, plan.cluster, rule, plan.precision, plan.optimizer, given, fixed, stage.shares)
-    setting, best = _with_remat(setting, counters, [stage.mesh])
+    setting, best = at_once(_with_remat(setting, counters, [stage.mesh]))
     return extended(plan, best, setting.graph, key, counters.as_dict())
 
 

@@ -15,7 +15,7 @@ import select
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Generic, TypeVar
@@ -81,22 +81,33 @@ def beside(job: Callable[[], T], patient: bool = False) -> Iterator[Later[T]]:
             copy.end()
 
 
+def at_once(steps: Generator[N, None, T], hear: Callable[[N], None] = lambda _: None) -> T:
+    """The result of a job that yields what it has to say on the way. hear: is told that."""
+    while True:
+        try:
+            note = next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        hear(note)
+
+
 @contextmanager
-def beside_telling(job: Callable[[Callable[[N], None]], T], patient: bool = False) -> Iterator[Telling[T, N]]:
-    """As `beside`, with a job that may say something long before it has its result, and more later: it gets the function that takes it."""
+def beside_telling(job: Callable[[], Generator[N, None, T]], patient: bool = False) -> Iterator[Telling[T, N]]:
+    """As `beside`, with a job that may say something long before it has its result, and more later: it yields that."""
     here = os.getpid()
     heard, said = os.pipe()
 
     def aloud() -> T:
-        if os.getpid() == here:  # there is no copy, or it came to nothing
-            return job(lambda _: None)
+        if os.getpid() == here:  # the copy came to nothing
+            return at_once(job())
         with os.fdopen(said, "wb") as file:
 
             def say(note: N) -> None:
                 pickle.dump(note, file, pickle.HIGHEST_PROTOCOL)
                 file.flush()
 
-            return job(say)
+            return at_once(job(), say)
 
     with os.fdopen(heard, "rb") as file:
         try:
@@ -112,19 +123,18 @@ def beside_telling(job: Callable[[Callable[[N], None]], T], patient: bool = Fals
 class Telling(Generic[T, N]):
     """What a job of `beside_telling` says, and its result. file: what its copy says; elsewhere: there is one."""
 
-    def __init__(self, job: Callable[[Callable[[N], None]], T], later: Later[T] | None = None, file: IO[bytes] | None = None):
-        self._job, self._file = job, file
-        self._later = later or Later(lambda: job(lambda _: None), None)
-        self.elsewhere = self._later.elsewhere
+    def __init__(self, job: Callable[[], Generator[N, None, T]], later: Later[T] | None = None, file: IO[bytes] | None = None):
+        self.elsewhere = later is not None and later.elsewhere
+        self._steps, self._later, self._file = job(), later, file
         self._done: list[T] = []
-        self._heard = 0
+        self._failed: Exception | None = None
 
     def ready(self) -> bool:
         """Whether the result is there."""
-        return bool(self._done) or (self.elsewhere and self._later.ready())
+        return bool(self._done) or (self._later is not None and self.elsewhere and self._later.ready())
 
     def note(self) -> N | None:
-        """What the job says next, None if it says nothing more; waits for it. Without a copy the job is done up to there, every time."""
+        """What the job says next, None if it says nothing more; waits for it. Without a copy the job goes on up to there."""
         if self.elsewhere and self._file is not None:
             with suppress(EOFError, pickle.UnpicklingError):
                 said: N = pickle.load(self._file)
@@ -132,26 +142,22 @@ class Telling(Generic[T, N]):
             return None
         if self._done:
             return None
-        notes: list[N] = []
-
-        def say(note: N) -> None:
-            notes.append(note)
-            if len(notes) > self._heard:
-                raise _Said
-
-        with suppress(_Said):
-            self._done.append(self._job(say))
-            return None
-        self._heard += 1
-        return notes[-1]
+        try:
+            return next(self._steps)
+        except StopIteration as end:
+            self._done.append(end.value)
+        except Exception as error:
+            self._failed = error
+            raise
+        return None
 
     def result(self) -> T:
         """Waits for it; to be asked for once."""
-        return self._done[0] if self._done else self._later.result()
-
-
-class _Said(BaseException):
-    """Ends a job that has said what was asked."""
+        if self._failed is not None:
+            raise self._failed
+        if not self._done:
+            self._done.append(self._later.result() if self._later is not None and self.elsewhere else at_once(self._steps))
+        return self._done[0]
 
 
 class Later(Generic[T]):

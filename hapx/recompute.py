@@ -16,9 +16,10 @@ Recomputing costs a part of forward, sharded parameters cost communication: whic
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from typing import TypeVar
 
 import numpy as np
 
@@ -37,20 +38,20 @@ ROUGH = 0.03  # how far from the optimum a quick look may be
 TRIES = 3  # numbers of blocks from one program on
 
 Chosen = tuple[Setting, Candidate]
-Tell = Callable[[float], None]  # of seconds
+T = TypeVar("T")
+Tells = Generator[float, None, T]  # seconds that the answer takes at least, as soon as they are known; then the answer
 Times = Mapping[str, float | None]  # by mesh view; None where nothing comes near the best one
 Planner = Callable[[Setting, Counters, Sequence[Mesh] | None], list[Candidate]]
 
 
-def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner, tell: Tell | None = None) -> Chosen:
-    """See the module. counters: get the time of all that is planned, and what is told of the one that is chosen. tell: is told, where memory binds,
-    how many seconds the answer takes at least: as if memory were no matter, then with the blocks that it takes. Raises InsufficientMemoryError where
+def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: Planner) -> Tells[Chosen]:
+    """See the module. counters: get the time of all that is planned, and what is told of the one that is chosen. Yields, where memory binds, how
+    many seconds the answer takes at least: as if memory were no matter, then with the blocks that it takes. Raises InsufficientMemoryError where
     nothing fits, PlanError where there is no program."""
     free = roomy(setting, counters, meshes, plan)
     if free.fits:
         return as_chosen(setting, free)
-    tell = tell or (lambda _: None)
-    tell(free.time)
+    yield free.time
     tried, without, asked = _Tried(setting, meshes, plan), _times(counters), False
     if not tried.sufficient(free):
         full: list[tuple[Candidate, Setting, Times]] = []
@@ -66,7 +67,7 @@ def fastest(setting: Setting, counters: Counters, meshes: Sequence[Mesh], plan: 
             if best.time > tried.least:  # and with more blocks
                 break
         else:
-            tell(min(tried.least, *(best.time for best, _, _ in full)))
+            yield min(tried.least, *(best.time for best, _, _ in full))
             for _, own, times in sorted(full, key=lambda one: _fullest(one[0])):
                 before = len(tried.failures)
                 if tried.limited(own, times) or any(f.times > NEARLY for f in tried.failures[before:]):

@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import pytest
 
@@ -215,23 +215,31 @@ def test_a_job_beside_that_fails_is_done_here(cores: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("cores", [1, 3])
 def test_a_job_says_something_before_it_is_done(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    """Without a copy it is done up to there, and once more when its result is wanted."""
+    """Without a copy it is done up to there, and goes on when more is wanted."""
     monkeypatch.setattr(processes, "_cores", lambda: cores)
+    begun: list[int] = []  # jobs that began in this process
 
-    def job(say: Callable[[str], None]) -> int:
-        say("half")
+    def job() -> Generator[str, None, int]:
+        begun.append(7)
+        yield "half"
         return 7
 
     with beside_telling(job) as telling:
         assert telling.note() == "half" and telling.result() == 7
     with beside_telling(job) as telling:
         assert telling.result() == 7  # nobody has to listen
-    with beside_telling(lambda _: 8) as telling:
+
+    def says_nothing() -> Generator[str, None, int]:
+        yield from ()
+        return 8
+
+    with beside_telling(says_nothing) as telling:
         assert telling.note() is None and telling.result() == 8
 
-    def says_more(say: Callable[[str], None]) -> int:
-        say("half")
-        say("nearly")
+    def says_more() -> Generator[str, None, int]:
+        begun.append(9)
+        yield "half"
+        yield "nearly"
         return 9
 
     with beside_telling(says_more) as telling:
@@ -239,14 +247,33 @@ def test_a_job_says_something_before_it_is_done(monkeypatch: pytest.MonkeyPatch,
     with beside_telling(says_more) as telling:
         assert telling.note() == "half" and telling.result() == 9  # nor to everything
     assert not children() and len(FORKED) == (5 if cores > 1 else 0)
+    assert begun == ([] if cores > 1 else [7, 7, 9, 9])
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_a_job_that_says_something_and_fails_has_no_result(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    monkeypatch.setattr(processes, "_cores", lambda: cores)
+
+    def job() -> Generator[str, None, int]:
+        yield "half"
+        raise KeyError("no such thing")
+
+    with beside_telling(job) as telling:
+        assert telling.note() == "half"
+        if not telling.elsewhere:
+            with pytest.raises(KeyError, match="no such thing"):
+                telling.note()
+        with pytest.raises(KeyError, match="no such thing"):
+            telling.result()
 
 
 def test_a_job_whose_copy_ends_early_says_nothing() -> None:
     here = os.getpid()
 
-    def job(say: Callable[[str], None]) -> int:
+    def job() -> Generator[str, None, int]:
         if os.getpid() != here:
             os.kill(os.getpid(), signal.SIGKILL)
+        yield from ()
         return os.getpid()
 
     with beside_telling(job) as telling:
@@ -256,8 +283,8 @@ def test_a_job_whose_copy_ends_early_says_nothing() -> None:
 def test_what_was_said_is_enough() -> None:
     """A job whose result nobody wants ends with the block."""
 
-    def job(say: Callable[[str], None]) -> int:
-        say("enough")
+    def job() -> Generator[str, None, int]:
+        yield "enough"
         time.sleep(60)
         return 0
 

@@ -25,6 +25,7 @@ from hapx.ir import Graph, OpCall, Region
 from hapx.lower import Candidate, lower
 from hapx.plan import Mesh, Plan
 from hapx.planner import extend, key_of, plan_graphs, plan_module, plan_spmd, views
+from hapx.processes import at_once
 from hapx.recompute import WORTH, fastest
 from hapx.restriction import BASELINES, Restriction, with_remat
 from hapx.setting import Counters, Setting
@@ -240,19 +241,19 @@ def test_memory_is_a_limit_only_where_that_may_be_faster(monkeypatch: pytest.Mon
             of_blocks.append(found[0].time)
         return found
 
-    fastest(setting, Counters(), meshes, plan)
+    at_once(fastest(setting, Counters(), meshes, plan))
     times, best = roomy[0], min(of_blocks)
     assert set(times) == {"flat", "2x2"}
     assert limited == [{name for name, time in times.items() if time < best * (1 - WORTH)}]
 
     limited.clear()
     monkeypatch.setattr("hapx.recompute.WORTH", 1 - sum(times.values()) / 2 / best)
-    fastest(setting, Counters(), meshes, plan)
+    at_once(fastest(setting, Counters(), meshes, plan))
     assert limited == [{min(times, key=lambda name: times[name])}]
 
     limited.clear()
     monkeypatch.setattr("hapx.recompute.WORTH", 1.0)
-    chosen, found = fastest(setting, Counters(), meshes, plan)
+    chosen, found = at_once(fastest(setting, Counters(), meshes, plan))
     assert limited == []
     assert found.time == best
     assert chosen_blocks(chosen.graph) > 0
@@ -273,7 +274,7 @@ def test_where_all_blocks_do_not_suffice_other_numbers_are_tried_if_little_lacks
         return found
 
     with pytest.raises(InsufficientMemoryError):
-        fastest(setting, Counters(), views(cluster, rule), plan_one, told.append)
+        at_once(fastest(setting, Counters(), views(cluster, rule), plan_one), told.append)
     assert told == [times[0], min(t for n, t in times.items() if n)]
     assert told[0] < told[1]
     assert limited[0] == 0
@@ -294,7 +295,7 @@ def test_how_many_blocks_suffice_is_told_by_the_program_without_any(part: float)
         planned.extend([] if own.tight else [chosen_blocks(own.graph)])
         return plan_spmd(own, counters, on)
 
-    chosen, found = fastest(setting, Counters(), views(cluster, setting.rule), plan_one)
+    chosen, found = at_once(fastest(setting, Counters(), views(cluster, setting.rule), plan_one))
     fewest = next(n for n, need in enumerate(peaks) if need <= part * peaks[0])
     assert 0 < fewest < 7
     assert found.fits
@@ -328,7 +329,7 @@ def test_a_program_that_fits_with_blocks_is_kept_where_the_best_one_does_not(slo
         return [best]
 
     counters = Counters()
-    chosen, found = fastest(setting, counters, views(cluster, setting.rule), plan_one)
+    chosen, found = at_once(fastest(setting, counters, views(cluster, setting.rule), plan_one))
     fewest = list(planned)[1]
     assert chosen_blocks(chosen.graph) == fewest
     assert found.fits
@@ -369,7 +370,7 @@ def test_where_all_blocks_but_the_last_one_do_not_suffice_all_are_planned() -> N
         planned.extend([] if own.tight else [chosen_blocks(own.graph)])
         return plan_spmd(own, counters, on)
 
-    chosen, _ = fastest(setting, Counters(), views(cluster, rule), plan_one)
+    chosen, _ = at_once(fastest(setting, Counters(), views(cluster, rule), plan_one))
     assert chosen_blocks(chosen.graph) == LAYERS
     assert planned == [0, LAYERS]
 
