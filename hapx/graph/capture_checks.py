@@ -49,24 +49,56 @@ def gaussian_nll_loss(input: Tensor, target: Tensor, var: Tensor | float, full: 
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
+class InOneRow:
+    """What a mask selects of the rows of a matrix of integers, one behind the other: how many there are depends on values, but `ctc_loss` takes
+    them. Whoever asks for anything else gets the refusal of the selection itself."""
+
+    def __init__(self, rows: Tensor, mask: Tensor):
+        self._rows, self._mask = rows, mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.selected(), name)
+
+    def selected(self) -> Tensor:
+        found: Tensor = torch.ops.aten.masked_select.default(self._rows, self._mask)
+        return found
+
+    def in_rows(self) -> tuple[Tensor, Tensor]:
+        """Of every row what is selected, from its beginning on, and how much that is."""
+        first = torch.argsort((~self._mask).long(), dim=1, stable=True)
+        return self._rows.gather(1, first), self._mask.sum(1)
+
+
+def masked_select(input: Tensor, mask: Tensor) -> Tensor | InOneRow:
+    """torch.masked_select; of rows of integers what can be put off."""
+    if mask.dtype == torch.bool and input.shape == mask.shape and input.dim() == 2 and input.dtype in (torch.int32, torch.int64):
+        return InOneRow(input, mask)
+    return torch.masked_select(input, mask)
+
+
 ONE_ROW = "targets of ctc_loss lie one behind the other"
 
 
 def ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor | Sequence[int], target_lengths: Tensor | Sequence[int], blank: int = 0,
+    log_probs: Tensor, targets: Tensor | InOneRow, input_lengths: Tensor | Sequence[int], target_lengths: Tensor | Sequence[int], blank: int = 0,
     reduction: str = "mean", zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
     """torch.nn.functional.ctc_loss, as an operator of our own that gives the loss of every sample: that of torch reads lengths as Python numbers.
-    Raises NotImplementedError for targets of a batch in one row, ValueError for names as torch does."""
+    Targets in one row may be those that a mask selects of padded ones; a sample whose length is not what is selected of its row is NaN. Raises
+    NotImplementedError for others in one row, ValueError for names as torch does."""
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    alone = log_probs.dim() == 2
+    alone, selected = log_probs.dim() == 2, None
+    if isinstance(targets, InOneRow):
+        targets, selected = targets.in_rows()
     if targets.dim() == 1 and not alone:
         raise NotImplementedError(ONE_ROW)
     lengths = [torch.as_tensor(n, device=log_probs.device).reshape(-1) for n in (input_lengths, target_lengths)]
     if alone:
         log_probs, targets = log_probs.unsqueeze(1), targets.reshape(1, -1)
     losses: Tensor = ctc(log_probs, targets, *lengths, blank, zero_infinity)
+    if selected is not None:
+        losses = torch.where(lengths[1] == selected, losses, torch.nan)
     if reduction == "mean":
         return (losses / lengths[1].clamp(min=1)).mean()
     return losses.sum() if reduction == "sum" else losses.squeeze(0) if alone else losses
@@ -93,7 +125,7 @@ def corrcoef(input: Tensor) -> Tensor:
 
 STAND_INS: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
-        F.gaussian_nll_loss: gaussian_nll_loss, F.ctc_loss: ctc_loss,
+        F.gaussian_nll_loss: gaussian_nll_loss, F.ctc_loss: ctc_loss, torch.masked_select: masked_select, Tensor.masked_select: masked_select,
         torch.cov: cov, Tensor.cov: cov, torch.corrcoef: corrcoef, Tensor.corrcoef: corrcoef,
     }
 )  # fmt: skip

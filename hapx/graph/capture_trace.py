@@ -18,6 +18,7 @@ import os
 import random
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
@@ -34,10 +36,11 @@ from torch.overrides import TorchFunctionMode
 from hapx import functions
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture_boundaries import mark_layer_boundary
-from hapx.graph.capture_checks import ONE_ROW, STAND_INS, unvalidated
+from hapx.graph.capture_checks import ONE_ROW, STAND_INS, InOneRow, unvalidated
 from hapx.graph.capture_functions import APPLIED, LOST, functions_as_operators
 from hapx.graph.capture_inputs import Inputs
 from hapx.graph.capture_outputs import container_of, split_output
+from hapx.graph.capture_raises import CheckLeftOutWarning, passes
 from hapx.graph.capture_refusals import World, is_inside_functorch_grad, refuse_gradients, user_functions
 from hapx.graph.capture_state import Changes, same_module, write_assigned_buffers
 from hapx.graph.quiet import quiet
@@ -66,13 +69,14 @@ class Trace:
 
 
 class _Seen:
-    """What a run of forward showed: where in the output the tensors after the loss were, in what container, what it changed.
-    (The exporter copies lists, so it is an object.)"""
+    """What a run of forward showed: where in the output the tensors after the loss were, in what container, what it changed, which checks of values
+    were left out. (The exporter copies lists, so it is an object.)"""
 
     def __init__(self) -> None:
         self.places: tuple[str, ...] = ()
         self.container: Container | None = None
         self.changes = Changes()
+        self.left_out: dict[str, None] = {}  # by their lines
 
 
 class _Traced(nn.Module):
@@ -89,7 +93,7 @@ class _Traced(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         changes = self.seen.changes = Changes()
         world = World(user_functions(self.module, self._loss_fn[0]), type(self.module).__name__)
-        with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device), functions_as_operators(self._device.type):
+        with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device, self.seen), functions_as_operators(self._device.type):
             outputs = self._call(tensors)
             write_assigned_buffers(self.module, changes)
         world.check()
@@ -109,12 +113,14 @@ class _Traced(nn.Module):
 
 
 class _Recorder(TorchFunctionMode):
-    """Gives every operator call its mark, and counts the boundaries of layers. `root`: the code where the user's frames begin."""
+    """Gives every operator call its mark, and counts the boundaries of layers. `root`: the code where the user's frames begin. seen: gets the checks
+    that are left out."""
 
-    def __init__(self, root: CodeType, device: torch.device):
+    def __init__(self, root: CodeType, device: torch.device, seen: _Seen):
         super().__init__()
         self._root = root
         self._device = device.type
+        self._seen = seen
         self._layer = 0
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}  # frames are kept: a freed one's id could come again
 
@@ -124,7 +130,11 @@ class _Recorder(TorchFunctionMode):
             return None
         if func.__name__ == "__get__":  # a property such as x.shape
             return func(*args, **(kwargs or {}))
-        mark = self._mark(sys._getframe(1))
+        caller = sys._getframe(1)
+        mark = self._mark(caller)
+        if func is Tensor.__bool__ and not _internal(caller.f_code.co_filename) and (goes_on := passes(caller)) is not None:
+            self._seen.left_out[mark.where] = None
+            return goes_on
         refuse_gradients(func, mark.where)
         if func.__name__ == "_pack_padded_sequence":
             raise CaptureError(
@@ -133,6 +143,8 @@ class _Recorder(TorchFunctionMode):
                 hint="give the recurrent module the padded batch, and mask what is behind the end of each sequence",
             )
         with annotate({MARK: mark}):
+            if func is not F.ctc_loss:
+                args = [a.selected() if isinstance(a, InOneRow) else a for a in args]
             return STAND_INS.get(func, func)(*args, **(kwargs or {}))
 
     def _mark(self, frame: FrameType | None) -> Mark:
@@ -214,6 +226,8 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
                     where=type(module).__name__,
                     hint="keep such state in a registered buffer, or outside forward",
                 )
+    for where in seen.left_out:
+        warnings.warn(f"a check of values is not part of the captured program: {where}", CheckLeftOutWarning, stacklevel=3)
     return Trace(program, "module.", seen.places, seen.container, device)
 
 
@@ -306,7 +320,7 @@ def _explain(error: BaseException, model: str) -> CaptureError:
     where, text = _user_line(error), str(error).strip()
     first = text.split("\n")[0]
     kind = type(error).__name__
-    if "DataDependent" in kind or "data-dependent" in text or "DynamicOutputShape" in kind or "Unbacked" in text:
+    if "DataDependent" in kind or "data-dependent" in text or "DynamicOutputShape" in kind or "Unbacked" in text or InOneRow.__name__ in text:
         frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if any(code.co_name == "_detect_is_causal_mask" for code in frames):
             told = "tgt_is_causal (mask_is_causal, is_causal) beside a mask, True or False"

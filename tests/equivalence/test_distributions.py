@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -71,7 +72,17 @@ def speech(h: Tensor, y: Tensor, **options: Any) -> Tensor:
     return loss if loss.dim() == 0 else (loss * y).mean()
 
 
+def selected(h: Tensor, y: Tensor, more: int = 0) -> Tensor:
+    """Targets that a mask selects of padded ones, as speech models of the transformers package do; not always the first ones."""
+    scores = (h[:, None] * torch.arange(1, 7, dtype=h.dtype, device=h.device)[:, None]).log_softmax(-1)
+    labels = torch.stack([1 + y % 3, 1 + (y + 1) % 3, y - 2], 1)
+    labels = labels.masked_fill(torch.stack([y == 3, y == 1, y < 3], 1), -100)
+    mask = labels >= 0
+    return F.ctc_loss(scores.transpose(0, 1), labels.masked_select(mask), torch.full_like(y, 6), mask.sum(-1) + more, reduction="sum")
+
+
 LOSSES |= {
+    "speech, selected": selected,
     "covariances": lambda h, y: (torch.cov(h.T) - torch.eye(4, dtype=h.dtype, device=h.device)).square().mean() + h[:, 0].cov(correction=0),
     "correlations": lambda h, y: torch.corrcoef(h.T).square().mean() + torch.complex(h, h.flip(1)).T.corrcoef().imag.square().mean(),
     "speech": speech,
@@ -98,6 +109,19 @@ def test_losses_are_those_of_one_device(loss: str, strategy: str | Restriction) 
     plan = plan_module(model(), THREE, inputs(0), strategy=strategy, micro_batches=1)
     uses = assert_equivalent(model, inputs, plan, steps=2)
     assert strategy == "auto" or uses.sharded_flops > 0.75
+
+
+def test_selected_targets_of_other_lengths_are_no_loss() -> None:
+    """Torch would take them of the next row."""
+    model = Model(partial(selected, more=1))
+    (alone,) = run_ranks(plan := plan_module(model, ONE, inputs(0)), train_rank, plan, lambda: model, inputs, 1, "sgd")
+    assert math.isnan(alone.losses[0])
+
+
+def test_what_else_is_done_with_what_is_selected_is_refused() -> None:
+    for use in (lambda flat: flat.float().mean(), lambda flat: torch.cat([flat, flat]).sum(), lambda flat: flat + 1):
+        with pytest.raises(CaptureError, match=r"(?s)test_distributions\.py.*depends on the values of a tensor"):
+            capture(Model(lambda h, y: (h * use(y[:, None].masked_select(y[:, None] > 1))).sum()), inputs(0))  # noqa: B023
 
 
 @pytest.mark.parametrize("loss", DRAWN)
