@@ -83,6 +83,12 @@ T5: Mapping[str, Any] = {
     "vocab_size": VOCABULARY, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0,
     "relative_attention_num_buckets": 8, "decoder_start_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
+WAV2VEC2: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24, "conv_dim": (16, 16),
+    "conv_kernel": (4, 4), "conv_stride": (4, 4), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 4,
+    "hidden_dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0, "final_dropout": 0.0, "layerdrop": 0.0,
+    "mask_time_prob": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "ctc_zero_infinity": True,
+}  # fmt: skip
 MIXTRAL: Mapping[str, Any] = {
     **LLAMA,
     "num_local_experts": 4,
@@ -135,6 +141,13 @@ def translations(generator: torch.Generator) -> Inputs:
     return {"input_ids": ids, "attention_mask": _padding(generator), "labels": _ids(generator, VOCABULARY, BATCH, 5)}
 
 
+def speech(generator: torch.Generator) -> Inputs:
+    """Labels of a few characters, padded with -100."""
+    labels, lengths = _ids(generator, VOCABULARY, BATCH, 4), torch.randint(1, 5, (BATCH, 1), generator=generator)
+    waves = torch.randn(BATCH, 160, generator=generator, dtype=torch.float64)
+    return {"input_values": waves, "labels": labels.masked_fill(torch.arange(4) >= lengths, -100)}
+
+
 def images(size: int, generator: torch.Generator) -> Inputs:
     pixels = torch.randn(BATCH, 3, size, size, generator=generator, dtype=torch.float64)
     return {"pixel_values": pixels, "labels": _ids(generator, CLASSES, BATCH)}
@@ -157,6 +170,7 @@ MODELS: Mapping[str, HubModel] = {
     "vit": _hub("ViTForImageClassification", "ViTConfig", partial(images, 8), **VIT),
     "resnet": _hub("ResNetForImageClassification", "ResNetConfig", partial(images, 16), **RESNET),
     "t5": _hub("T5ForConditionalGeneration", "T5Config", translations, **T5),
+    "wav2vec2": _hub("Wav2Vec2ForCTC", "Wav2Vec2Config", speech, **WAV2VEC2),
     "mixtral": _hub("MixtralForCausalLM", "MixtralConfig", next_words, **MIXTRAL),
 }
 
