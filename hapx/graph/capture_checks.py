@@ -51,22 +51,24 @@ def gaussian_nll_loss(input: Tensor, target: Tensor, var: Tensor | float, full: 
 
 class InOneRow:
     """What a mask selects of the rows of a matrix of integers, one behind the other: how many there are depends on values, but `ctc_loss` takes
-    them. Whoever asks for anything else gets the refusal of the selection itself."""
+    them. Whoever asks for anything else gets the refusal of the selection itself.
+
+    Attributes:
+        rows: of every row what is selected, from its beginning on, then zeros. lengths: how much that is.
+    """
 
     def __init__(self, rows: Tensor, mask: Tensor):
-        self._rows, self._mask = rows, mask
+        self._all = rows, mask
+        # now: later they may be written to; and nothing is left behind them, such as -100, that is no class: kernels do not look at that
+        self.rows = rows.masked_fill(~mask, 0).gather(1, torch.argsort((~mask).long(), dim=1, stable=True))
+        self.lengths = mask.sum(1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.selected(), name)
 
     def selected(self) -> Tensor:
-        found: Tensor = torch.ops.aten.masked_select.default(self._rows, self._mask)
+        found: Tensor = torch.ops.aten.masked_select.default(*self._all)
         return found
-
-    def in_rows(self) -> tuple[Tensor, Tensor]:
-        """Of every row what is selected, from its beginning on, and how much that is."""
-        first = torch.argsort((~self._mask).long(), dim=1, stable=True)
-        return self._rows.gather(1, first), self._mask.sum(1)
 
 
 def masked_select(input: Tensor, mask: Tensor) -> Tensor | InOneRow:
@@ -90,7 +92,7 @@ def ctc_loss(
         raise ValueError(f"{reduction} is not a valid value for reduction")
     alone, selected = log_probs.dim() == 2, None
     if isinstance(targets, InOneRow):
-        targets, selected = targets.in_rows()
+        targets, selected = targets.rows, targets.lengths
     if targets.dim() == 1 and not alone:
         raise NotImplementedError(ONE_ROW)
     lengths = [torch.as_tensor(n, device=log_probs.device).reshape(-1) for n in (input_lengths, target_lengths)]

@@ -78,7 +78,9 @@ def selected(h: Tensor, y: Tensor, more: int = 0) -> Tensor:
     labels = torch.stack([1 + y % 3, 1 + (y + 1) % 3, y - 2], 1)
     labels = labels.masked_fill(torch.stack([y == 3, y == 1, y < 3], 1), -100)
     mask = labels >= 0
-    return F.ctc_loss(scores.transpose(0, 1), labels.masked_select(mask), torch.full_like(y, 6), mask.sum(-1) + more, reduction="sum")
+    lengths, targets = mask.sum(-1) + more, labels.masked_select(mask)
+    labels.zero_()
+    return F.ctc_loss(scores.transpose(0, 1), targets, torch.full_like(y, 6), lengths, reduction="sum")
 
 
 LOSSES |= {
