@@ -118,35 +118,26 @@ def planned(graph: Graph, cluster: ClusterSpec, view: str) -> Counters:
     return counters
 
 
-def measured(name: str, rounds: int) -> Row:
-    """A row by its name: model, layers, devices, view."""
+def measured(name: str) -> Row:
+    """A row by its name: model, layers, devices, view; planned once."""
     graph, cluster, view, capture = case(name)
-    best: Row | None = None
-    for _ in range(rounds):
-        began, clock = time.process_time(), time.perf_counter()
-        c = planned(graph, cluster, view)
-        total, clock = time.process_time() - began, time.perf_counter() - clock
-        search = c.search_time - c.problem_time - c.balance_time
-        parts = [p * total / clock for p in (c.theory_time, c.problem_time, search, c.balance_time, c.simulation_time)]  # seconds of CPU
-        row = Row(name, len(graph.nodes), capture, *parts, total - sum(parts), c.search.generated, c.search.gap)
-        best = row if best is None else quicker(best, row)
-    assert best is not None
-    return best
-
-
-def quicker(a: Row, b: Row) -> Row:
-    return min(a, b, key=lambda row: row.plan + row.theory)
+    began, clock = time.process_time(), time.perf_counter()
+    c = planned(graph, cluster, view)
+    total, clock = time.process_time() - began, time.perf_counter() - clock
+    search = c.search_time - c.problem_time - c.balance_time
+    parts = [p * total / clock for p in (c.theory_time, c.problem_time, search, c.balance_time, c.simulation_time)]  # seconds of CPU
+    return Row(name, len(graph.nodes), capture, *parts, total - sum(parts), c.search.generated, c.search.gap)
 
 
 def in_turns(names: Sequence[str], rounds: int) -> dict[str, Row]:
-    """Rows by their names, a round of each after the other."""
+    """The quickest of each row by its name, a round of each after the other."""
     found: dict[str, Row] = {}
     with ExitStack() as stack:
         alone = {name: stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"))) for name in names}
         for _ in range(rounds):
             for name, process in alone.items():
-                row = process.submit(measured, name, 1).result()
-                found[name] = quicker(found.get(name, row), row)
+                row = process.submit(measured, name).result()
+                found[name] = min(found.get(name, row), row, key=lambda row: row.plan + row.theory)
     return found
 
 

@@ -124,18 +124,19 @@ class Telling(Generic[T, N]):
     """What a job of `beside_telling` says, and its result. file: what its copy says; elsewhere: there is one."""
 
     def __init__(self, job: Callable[[], Generator[N, None, T]], later: Later[T] | None = None, file: IO[bytes] | None = None):
-        self.elsewhere = later is not None and later.elsewhere
-        self._steps, self._later, self._file = job(), later, file
+        self._steps, self._file = job(), file
+        self._later = later if later is not None and later.elsewhere else None
+        self.elsewhere = self._later is not None
         self._done: list[T] = []
         self._failed: Exception | None = None
 
     def ready(self) -> bool:
         """Whether the result is there."""
-        return bool(self._done) or (self._later is not None and self.elsewhere and self._later.ready())
+        return bool(self._done) or (self._later is not None and self._later.ready())
 
     def note(self) -> N | None:
         """What the job says next, None if it says nothing more; waits for it. Without a copy the job goes on up to there."""
-        if self.elsewhere and self._file is not None:
+        if self._later is not None and self._file is not None:
             with suppress(EOFError, pickle.UnpicklingError):
                 said: N = pickle.load(self._file)
                 return said
@@ -155,9 +156,9 @@ class Telling(Generic[T, N]):
         """Waits for it; to be asked for once."""
         if self._failed is not None:
             raise self._failed
-        if not self._done:
-            self._done.append(self._later.result() if self._later is not None and self.elsewhere else at_once(self._steps))
-        return self._done[0]
+        if self._done:
+            return self._done[0]
+        return self._later.result() if self._later is not None else at_once(self._steps)
 
 
 class Later(Generic[T]):

@@ -51,24 +51,16 @@ def gaussian_nll_loss(input: Tensor, target: Tensor, var: Tensor | float, full: 
 
 class InOneRow:
     """What a mask selects of the rows of a matrix of integers, one behind the other: how many there are depends on values, but `ctc_loss` takes
-    them. Whoever asks for anything else gets the refusal of the selection itself.
+    them. It is no tensor: whoever asks for anything else fails, and capture says why (see `hapx.graph.capture_trace`).
 
     Attributes:
         rows: of every row what is selected, from its beginning on, then zeros. lengths: how much that is.
     """
 
     def __init__(self, rows: Tensor, mask: Tensor):
-        self._all = rows, mask
         # now: later they may be written to; and nothing is left behind them, such as -100, that is no class: kernels do not look at that
         self.rows = rows.masked_fill(~mask, 0).gather(1, torch.argsort((~mask).long(), dim=1, stable=True))
         self.lengths = mask.sum(1)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.selected(), name)
-
-    def selected(self) -> Tensor:
-        found: Tensor = torch.ops.aten.masked_select.default(*self._all)
-        return found
 
 
 def masked_select(input: Tensor, mask: Tensor) -> Tensor | InOneRow:

@@ -25,7 +25,8 @@ def passes(frame: FrameType) -> bool | None:
 
 @cache
 def _passes(code: CodeType, offset: int) -> bool | None:
-    instructions = list(dis.get_instructions(code))
+    bytecode = dis.Bytecode(code)
+    instructions = list(bytecode)
     place = {instruction.offset: k for k, instruction in enumerate(instructions)}
     at = place.get(offset)
     if at is not None and instructions[at].opname == "TO_BOOL":  # Python 3.13
@@ -39,7 +40,8 @@ def _passes(code: CodeType, offset: int) -> bool | None:
     for begin, truth in ((at + 1, jumps), (place[target], not jumps)):
         raised = _raises(instructions, begin)
         if raised is not None:
-            return None if _caught(code, instructions, place, raised) else truth
+            handlers = [place[entry.target] for entry in getattr(bytecode, "exception_entries", ()) if entry.start <= raised < entry.end]
+            return truth if all(instructions[k + 1].opname == "WITH_EXCEPT_START" for k in handlers) else None  # only ends of `with` get it
     return None
 
 
@@ -51,10 +53,3 @@ def _raises(instructions: list[dis.Instruction], at: int) -> int | None:
         if instruction.opname.startswith(OTHERS):
             return None
     return None
-
-
-def _caught(code: CodeType, instructions: list[dis.Instruction], place: dict[int, int], offset: int) -> bool:
-    """Whether what is raised there goes to a handler that is not the end of a `with`."""
-    entries = getattr(dis.Bytecode(code), "exception_entries", ())
-    handlers = [place[entry.target] for entry in entries if entry.start <= offset < entry.end]
-    return any(instructions[at + 1].opname != "WITH_EXCEPT_START" for at in handlers)

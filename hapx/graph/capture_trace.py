@@ -26,7 +26,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
@@ -143,8 +142,6 @@ class _Recorder(TorchFunctionMode):
                 hint="give the recurrent module the padded batch, and mask what is behind the end of each sequence",
             )
         with annotate({MARK: mark}):
-            if func is not F.ctc_loss:
-                args = [a.selected() if isinstance(a, InOneRow) else a for a in args]
             return STAND_INS.get(func, func)(*args, **(kwargs or {}))
 
     def _mark(self, frame: FrameType | None) -> Mark:

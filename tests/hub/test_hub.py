@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from hapx.api import HAP
 from hapx.cluster.spec import ClusterSpec
+from hapx.cost.compute import work
 from hapx.graph.capture import capture
+from hapx.ir import Node
 from hapx.plan import Plan
 from hapx.planner import plan_module
 from hapx.restriction import BASELINES, Restriction
@@ -32,6 +34,8 @@ EVEN = slow_devices(["fast"] * 4)
 CLUSTERS = {"4:4:1:1": FOUR, "even": EVEN}
 STRATEGIES = {"auto": BASELINES["auto"], "tensor-parallel": BASELINES["tensor-parallel"], "zero": replace(BASELINES["zero"], ratios="speed")}
 TOLERANCE = 1e-8
+LEAST = {"mixtral": 0.7}  # part of the count that is divided by name: masks of its experts are more of it
+MODEL_PARTS = {"wav2vec2": {"model", "sequence"}}  # what is divided by name, where it is not "model": many time steps of few channels
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +51,14 @@ def planned(model: HubModel, cluster: ClusterSpec, strategy: str | Restriction) 
     return plan
 
 
+def whole_products(plan: Plan) -> list[Node]:
+    """Nodes that multiply, and are divided on no axis."""
+    graph = plan.graphs[plan.first]
+    triples = [i.triple for i in plan.stages[0].programs[plan.first].instructions]
+    nodes = [graph.nodes[t.node] for t in triples if t.node is not None and not any(t.work)]
+    return [node for node in nodes if work(graph, node).forward > 0]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("name", MODELS)
@@ -54,11 +66,12 @@ def test_trains_as_one_device(name: str, cluster: str, strategy: str) -> None:
     model = MODELS[name]
     plan = planned(model, CLUSTERS[cluster], STRATEGIES[strategy])
     uses = assert_equivalent(model.build, model.inputs, plan, steps=2, optimizer="adamw", tolerance=TOLERANCE)
-    # by name only products must be divided; in such small models up to three tenths of the count are masks and norms, which may be cheaper whole
-    assert uses.sharded_flops > (0.7 if strategy == "tensor-parallel" else 0.9), uses
+    # by name only products must be divided; in such small models a fifth of the count are masks and norms, which may be cheaper whole
+    assert uses.sharded_flops > (LEAST.get(name, 0.75) if strategy == "tensor-parallel" else 0.9), uses
     split = {kind for kinds in divisions(plan).values() for kind in kinds}
     if strategy == "tensor-parallel":
-        assert "batch" not in split and split & {"model", "sequence" if name == "wav2vec2" else "model"}  # which has many time steps
+        assert split & MODEL_PARTS.get(name, {"model"}) and "batch" not in split
+        assert not whole_products(plan)
     if strategy == "zero":
         assert "batch" in split and "model" not in split
         assert uses.stored_sharded > 5
