@@ -42,6 +42,7 @@ from hapx.recompute import Tells, as_chosen, at_least, fastest
 from hapx.restriction import Restriction, restriction, with_remat
 from hapx.setting import Counters, Setting
 from hapx.simulate import iteration_time
+from hapx.squeezing import MAY_FIT
 from hapx.stages.numbers import may_have_stages
 from hapx.starts import FEW_STEPS
 from hapx.synth.forbidden import NOTHING
@@ -49,7 +50,6 @@ from hapx.synth.search import HOPELESS
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
 from hapx.theory.triple import Theory
-from hapx.turns import MAY_FIT
 
 if TYPE_CHECKING:
     from torch import nn

@@ -30,6 +30,7 @@ from hapx.lower import Candidate
 from hapx.plan import Mesh
 from hapx.setting import Counters, Setting
 from hapx.simulate import iteration_time
+from hapx.starts import FEW_STEPS
 
 ROOM = 10**6  # times the memory that there is: more than a mistyped unit lacks
 WORTH = 5e-3  # relative gain below which nothing is searched for: prices of memory are no better (`hapx.synth.search`)
@@ -111,20 +112,34 @@ class _Tried:
 
     def unlimited(self, number: int, program: Candidate | None = None, on: Mesh | None = None) -> Candidate:
         """The best candidate with so many blocks computed again, as if memory were no matter. program: one that fits there, and is the answer where
-        the best one does not fit and is hardly faster. on: on this view, else on all."""
+        the best one does not fit and is hardly faster. on: on this view, else on all. In a large model, where another number was looked at, from what
+        was best there: that changes little."""
         if number in self.known:
             return self.known[number][0]
-        own, told = self.setting_with(number), self._counters()
-        best = roomy(own, told, self.meshes if on is None else [on], self.plan)
+        own, told, meshes = self.setting_with(number), self._counters(), self.meshes if on is None else [on]
+        like = min(self.known, key=lambda n: abs(n - number), default=None) if len(own.graph.nodes) > FEW_STEPS else None
+        if like is None:
+            best, times = roomy(own, told, meshes, self.plan), _times(told)
+        else:
+            before, times = self.known[like]
+            best = roomy(replace(own, start=before.shares), told, [before.mesh], self.plan)
+            same = self._carried(before, own, best)
+            best = same if same.time < best.time else best
+            times = {**times, before.mesh.name: best.time}
         if not best.fits and program is not None:
-            carried = _timed(again(program, own.graph)).proven(best.cost * (1 - best.gap))
+            carried = self._carried(program, own, best)
             self.found.append((own, carried, told))
             best = carried if carried.time <= best.time * (1 + WORTH) else best
         elif best.fits:
             self.found.append((own, best, told))
         if on is None:
-            self.known[number] = best, _times(told)
+            self.known[number] = best, times
         return best
+
+    @staticmethod
+    def _carried(program: Candidate, own: Setting, best: Candidate) -> Candidate:
+        """A program with the blocks of another setting, whose best candidate, as if memory were no matter, is known."""
+        return _timed(again(program, own.graph)).proven(best.cost * (1 - best.gap))
 
     def limited(self, own: Setting, times: Times) -> bool:
         """With memory as a limit, where there is something to gain beside what was found; whether anything was. times: what views take without."""

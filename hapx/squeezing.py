@@ -39,7 +39,8 @@ BEGUN = 3
 VERY_FEW_STEPS = 30
 REACH = 1.3  # times the best part so far, above which no other program is begun with,
 FAR = 2.0  # nor where it needs so many times what there is, nor anything squeezed then in problems that are not small
-BETTER = 0.005  # relative improvement with which these go on
+BETTER = 0.005  # relative improvement with which these go on,
+MAY_FIT = 1.3  # if they may come that far: a least peak of more times what may be used is not believed to be that far from the true one
 UNITS = 10_000  # steps of programs whose peaks are looked at while units are moved
 
 Ratios = Mapping[Row, Vector]
@@ -100,14 +101,15 @@ class Squeezing:
 
     def _squeezed(self, best: Tight, family: Family) -> Tight:
         """From a program of a family on, among all programs if they can be looked at."""
-        for _ in range(ROUNDS):
+        for left in reversed(range(ROUNDS)):
             before = best
             balanced = self._by_units(self._balanced(best))
             best = balanced
             if best.part > 1 and balanced.lengths != before.lengths:
                 again = self._leanest(balanced.lengths, balanced.ratios, None if None in self.families else family)
                 best = again if again is not None and again.part < best.part else best
-            if best.part <= 1 or best.part > before.part * (1 - BETTER):
+            gained = before.part - best.part
+            if best.part <= 1 or gained < BETTER * before.part or best.part - left * gained > MAY_FIT:
                 break
         return best
 

@@ -29,7 +29,7 @@ from hapx.fitting import Fitting
 from hapx.lower import Candidate
 from hapx.progress import Teller
 from hapx.setting import Counters, Setting
-from hapx.squeezing import Squeezing, Tight
+from hapx.squeezing import MAY_FIT, Squeezing, Tight
 from hapx.starts import Starts
 from hapx.states import Cut, Row
 from hapx.synth.problem import Problem, build
@@ -41,7 +41,6 @@ MAX_ALTERNATIONS = 8
 STALLED = 1e-3  # relative improvement below which the alternation ends
 CORRECTIONS = 4  # searches at most for one program whose peak fits
 UNLEVEL = 1.1  # how much fuller rounding may make the fullest device before lengths that are level are tried
-MAY_FIT = 1.3  # times what may be used: a least peak that is larger is not believed to be that far from the true one
 UNLIKELY = 1.1  # where memory binds and searches take long, what costs that much more than the best is not begun with
 SLOW = 1.25  # what takes so many times `Setting.beside` is not improved
 BEAMED_ON_AXES = 30  # nodes and outputs of a problem of several axes up to which beams know peaks: with more, its moves take long

@@ -26,7 +26,7 @@ from hapx.lower import Candidate, lower
 from hapx.plan import Mesh, Plan
 from hapx.planner import extend, key_of, plan_graphs, plan_module, plan_spmd, views
 from hapx.processes import at_once
-from hapx.recompute import WORTH, fastest
+from hapx.recompute import WORTH, _Tried, fastest, roomy
 from hapx.restriction import BASELINES, Restriction, with_remat
 from hapx.setting import Counters, Setting
 from hapx.synth.search import HOPELESS
@@ -373,6 +373,32 @@ def test_where_all_blocks_but_the_last_one_do_not_suffice_all_are_planned() -> N
     chosen, _ = at_once(fastest(setting, Counters(), views(cluster, rule), plan_one))
     assert chosen_blocks(chosen.graph) == LAYERS
     assert planned == [0, LAYERS]
+
+
+@pytest.mark.parametrize("bandwidth", ["1 GB/s", "50 MB/s"])
+def test_a_further_number_of_blocks_is_planned_from_what_was_best_with_the_one_before(bandwidth: str) -> None:
+    """On its view and from its shares: what is found is as good as from everywhere."""
+    deep = discover(capture(GPT(13, 16, 4, 8, 8), GPT(13, 4, 1, 1, 8).example(16)))
+    document = devices("1 GiB", 4).to_dict()
+    document["device_types"]["slow"] = document["device_types"]["d"] | {"flops": 3e8}
+    document["machines"] = [{"name": "a", "devices": ["d", "d"]}, {"name": "b", "devices": ["slow", "slow"]}]
+    document["network"]["inter"]["bandwidth"] = bandwidth
+    cluster = ClusterSpec.load(document)
+    setting = Setting(deep, key_of(deep), cluster, BASELINES["auto"], "fp32", "adamw")
+    asked: list[tuple[int, bool, list[str]]] = []
+
+    def plan_one(own: Setting, counters: Counters, on: Sequence[Mesh] | None) -> list[Candidate]:
+        assert on is not None
+        asked.append((chosen_blocks(own.graph), own.start is not None, [mesh.name for mesh in on]))
+        return plan_spmd(own, counters, on)
+
+    tried = _Tried(setting, views(cluster, setting.rule), plan_one)
+    first, second = tried.unlimited(6), tried.unlimited(7)
+    afresh = roomy(tried.setting_with(7), Counters(), tried.meshes, plan_spmd)
+    assert asked == [(6, False, ["flat", "2x2"]), (7, True, [first.mesh.name])]
+    assert second.time == pytest.approx(afresh.time, rel=2e-3)
+    assert second.time > first.time
+    assert [set(times) for _, times in tried.known.values()] == [{"flat", "2x2"}] * 2
 
 
 def test_the_error_says_what_there_really_is() -> None:

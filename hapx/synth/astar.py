@@ -48,6 +48,7 @@ class Domain(Protocol[N]):
 
     depth: int  # level of complete solutions
     sharp: bool  # estimates made in haste are nearly what they would be: better guesses than what is likely
+    eager: bool  # an answer limits so much that beams look for one first
 
     def start(self) -> N | None: ...
 
@@ -233,9 +234,9 @@ def beam(domain: Domain[N], width: Width, statistics: Statistics, incumbent: N |
 
 
 def _followed(domain: Domain[N], width: Width, statistics: Statistics, nodes: list[N], best: N | None, within: float) -> N | None:
-    """From nodes of one level. What leaps over others is followed to its end at once, as it limits everything else, unless its bound is above that of
-    one that was: then it waits at its level, as all others do. Once something has leapt, only what also does is followed further where the domain is
-    settled: of many rounds all but the first few are alike."""
+    """From nodes of one level. Where the domain is eager, what leaps over others is followed to its end at once, as it limits everything else, unless
+    its bound is above that of one that was: then it waits at its level, as all others do. Once something has leapt, only what also does is followed
+    further where the domain is settled: of many rounds all but the first few are alike."""
     least, waiting, hasty = inf, dict[int, list[N]](), width.nodes == 1 or domain.sharp
     while nodes and nodes[0].level < domain.depth:
         limit = best.estimate * within if best is not None else inf
@@ -251,8 +252,9 @@ def _followed(domain: Domain[N], width: Width, statistics: Statistics, nodes: li
                 ahead.setdefault(successor.level, []).append(successor)
         for level, found in leapt.items():
             lowest = min(n.estimate for n in found)
-            if lowest < least:
-                least, best = lowest, _followed(domain, width, statistics, found, best, within)
+            first, least = domain.eager and lowest < least, min(least, lowest)
+            if first:
+                best = _followed(domain, width, statistics, found, best, within)
             else:
                 waiting.setdefault(level, []).extend(found)
         limit = best.estimate * within if best is not None else inf

@@ -134,6 +134,23 @@ def _made(step: Step, choice: Choice) -> int:
     return made
 
 
+def round_before(repetition: Repetition, state: State) -> list[State] | None:
+    """The partial programs of the last period, each one move after the one before it, if every value was available before them as its counterpart is
+    here."""
+    period = repetition.before(state.level)
+    pairs = repetition.pairs(state.level, period) if period else None
+    if pairs is None:
+        return None
+    then, made = state, []
+    for _ in range(period):
+        if then.move is None or then.parent is None:
+            return None
+        made.append(then)
+        then = then.parent
+    same = all(state.place >> now & full == then.place >> before & full for now, before, full in pairs)
+    return made[::-1] if same else None
+
+
 class Synthesis:
     """The domain of the A* search: partial programs of a problem at given shares. limits: bytes per kind, or None if they cannot bind; capacity:
     see `Moves`. prices: without limits, part of every cost; with limits, they only sharpen the bound, as Lagrangian multipliers: what fits costs at
@@ -155,7 +172,7 @@ class Synthesis:
         self.repetition: Repetition = self.bound.relaxation.repetition
         self.only: Mapping[int, Mask] | None = None  # by id of a step class, the choices that are looked at
         self.bounded = self.unfit = self.dominated = 0  # what was not followed: for the bound, for the limits, for what is there already
-        self.sharp = False
+        self.sharp, self.eager = False, True
         self._sharpened = inf  # below which programs were wanted when that was last done
         self.following = Following(problem, self.moves, arrays=limits is None)
         self._left = self._least_memory() if limits is not None else []
@@ -250,42 +267,29 @@ class Synthesis:
     def again(self, state: State, limit: float) -> list[State] | None:
         """One period after a state in which every value was available as its counterpart is here: the move that was made there, or all rounds that
         are left if the last one ended as it had begun."""
-        made = self._round(state)
+        made = round_before(self.repetition, state)
         if made is None:
             return None
         if self.repetition.jump(state.level) is not None:
             return self._leap(state, made, limit)
-        moves = self.following(state.level, state.place & self.problem.steps[state.level].reads, made[0].choice.index).moves
-        return self._follow(state, [m for m in moves if m[0] is made[0]], limit)
+        first = made[0].move
+        assert first is not None, "a round of moves"
+        moves = self.following(state.level, state.place & self.problem.steps[state.level].reads, first.choice.index).moves
+        return self._follow(state, [m for m in moves if m[0] is first], limit)
 
     def leaps(self, state: State, limit: float) -> list[State]:
         """After all rounds that are left, where the last one ended as it had begun."""
-        made = self._round(state) if self.repetition.jump(state.level) is not None else None
+        made = round_before(self.repetition, state) if self.repetition.jump(state.level) is not None else None
         return self._leap(state, made, limit) if made is not None else []
 
     def settled(self, level: int) -> bool:
         """Whether so many rounds are before a level, and some after it, that what is good repeats itself by then."""
         return self.repetition.done(level) >= SETTLED and self.repetition.rounds(level) > 1
 
-    def _round(self, state: State) -> list[Move] | None:
-        """The moves of the last period, if every value was available before them as its counterpart is here."""
-        period = self.repetition.before(state.level)
-        pairs = self.repetition.pairs(state.level, period) if period else None
-        if pairs is None:
-            return None
-        then, made = state, []
-        for _ in range(period):
-            if then.move is None or then.parent is None:
-                return None
-            made.append(then.move)
-            then = then.parent
-        same = all(state.place >> now & full == then.place >> before & full for now, before, full in pairs)
-        return made[::-1] if same else None
-
-    def _leap(self, state: State, made: list[Move], limit: float) -> list[State]:
+    def _leap(self, state: State, made: list[State], limit: float) -> list[State]:
         jump = self.repetition.jump(state.level)
         assert jump is not None, "checked by the caller"
-        effect = repeated(reduce(compose, (m.effect for m in made)), jump.times)
+        effect = repeated(reduce(compose, (own.move.effect for own in made if own.move is not None)), jump.times)
         place = sum((state.place >> before & full) << now for now, before, full in jump.pairs)
         found = self._reached(state, state.level + jump.times * len(made), place, effect, None, (len(made), jump.times), limit)
         return [found] if found is not None else []

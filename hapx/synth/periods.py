@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import inf
 from typing import Any, NamedTuple
 
 from hapx.repeats import runs
@@ -46,7 +47,7 @@ class Repetition:
         self._before = {level + period: period for level, period in enumerate(self.period) if period}
         self._names: dict[int, Names | None] = {}
         self._pairs: dict[tuple[int, int], Pairs | None] = {}
-        self._jumps: dict[int, Jump | None] = {}
+        self._jumps: dict[tuple[int, int], Jump | None] = {}  # by level and number of rounds
         self._ends: dict[int, int] = {}  # where the run of steps with one period ends
         for level in sorted(self._before, reverse=True):
             same = self._before.get(level + 1) == self._before[level]
@@ -115,28 +116,28 @@ class Repetition:
             )
         return self._pairs[level, period]
 
-    def jump(self, level: int) -> Jump | None:
-        """Over all rounds that are left from a level on, if there are at least two and they are alike."""
-        times = self.rounds(level)
+    def jump(self, level: int, most: float = inf) -> Jump | None:
+        """Over all rounds that are left from a level on, or as many of them as there may be, if there are at least two and they are alike."""
+        times = int(min(self.rounds(level), most))
         return self._jump(level, times) if times > 1 else None
 
     def _jump(self, level: int, times: int) -> Jump | None:
         """From that of one round less, one period later."""
-        period, at = self._before[level], level
-        while at not in self._jumps and at < level + (times - 1) * period:
-            at += period
-        while at >= level:
-            if at not in self._jumps:
-                pairs, later = self.pairs(at + period, period), self._jumps.get(at + period)
-                if pairs is None or at == level + (times - 1) * period:
-                    self._jumps[at] = Jump(1, pairs) if pairs is not None else None
+        period, at, left = self._before[level], level, times
+        while (at, left) not in self._jumps and left > 1:
+            at, left = at + period, left - 1
+        while left <= times:
+            if (at, left) not in self._jumps:
+                pairs, later = self.pairs(at + period, period), self._jumps.get((at + period, left - 1))
+                if pairs is None or left == 1:
+                    self._jumps[at, left] = Jump(1, pairs) if pairs is not None else None
                 elif later is None:
-                    self._jumps[at] = None
+                    self._jumps[at, left] = None
                 else:
                     origin = {now: before for now, before, _ in pairs}
-                    self._jumps[at] = Jump(later.times + 1, tuple([(now, origin[before], full) for now, before, full in later.pairs]))
-            at -= period
-        return self._jumps[level]
+                    self._jumps[at, left] = Jump(left, tuple([(now, origin[before], full) for now, before, full in later.pairs]))
+            at, left = at - period, left + 1
+        return self._jumps[level, times]
 
     def names(self, level: int) -> Names | None:
         """For every value that is live before `level`, the one that is used alike one period later; None if they are not alike."""

@@ -33,10 +33,10 @@ class AtLengths:
         return float((self.fitting.peak(own, self.lengths)[0] / self.fitting.capacity).max())
 
 
-def at_lengths(graph: Graph, cluster: ClusterSpec, shares: str) -> AtLengths:
-    """shares: "speed", in proportion to it; else even ones."""
+def at_lengths(graph: Graph, cluster: ClusterSpec, shares: str, repeats: int = 1) -> AtLengths:
+    """shares: "speed", in proportion to it; else even ones. repeats: micro-batches."""
     theory = derive(graph, views(cluster, AUTO)[0])
-    costs = CostModel(theory, cluster, "fp32", "adamw", "train")
+    costs = CostModel(theory, cluster, "fp32", "adamw", "train", repeats=repeats)
     problem = build(theory, costs, AUTO)
     own = costs.speeds if shares == "speed" else np.full(len(costs.sizes), 1 / sum(costs.sizes))
     rows = [theory.mesh.row(0, kind, 0) for kind in ("compute", "storage")]

@@ -32,7 +32,7 @@ class Tree:
     repeating: levels at which what is good repeats itself. quick: lower bounds, by word, of what is made in haste."""
 
     depth: int
-    sharp = False
+    sharp, eager = False, True
     bound: dict[str, float]
     guess: dict[str, float] = field(default_factory=dict)
     leaping: dict[str, str] = field(default_factory=dict)
@@ -132,6 +132,15 @@ def test_what_leaps_is_followed_to_its_end_first() -> None:
         assert found.estimate == (1.02 if followed else 1.05)
         assert ("bb" in tree.expanded) == bool(followed)
         assert "ba" not in tree.expanded
+
+
+def test_what_leaps_waits_at_its_level_where_nothing_is_gained_by_an_early_answer() -> None:
+    tree = Tree(5, {"": 1.0, "a": 1.0, "b": 1.1, "aaaaa": 1.05, "ba": 1.12, "bb": 1.02}, leaping={"a": "aaaaa"})
+    tree.eager = False
+    found = beam(tree, Width(4), Statistics())
+    assert found is not None
+    assert found.estimate == 1.02
+    assert {"ba", "bb"} <= set(tree.expanded), "nothing limits it"
 
 
 def test_what_leaps_later_with_a_higher_bound_waits_at_its_level() -> None:

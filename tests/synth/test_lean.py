@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
 import torch
 
+import hapx.synth.lean
 from benchmarks.planning_cases import case as random_case
 from hapx.alternation import Alternation
 from hapx.balancer.lp import Objective, objective
@@ -21,7 +23,9 @@ from hapx.progress import Teller
 from hapx.restriction import AUTO, BASELINES
 from hapx.setting import Counters, Setting
 from hapx.squeezing import Ratios, Squeezing, Tight
-from hapx.synth.lean import Lean, leanest
+from hapx.synth.astar import Statistics, beam
+from hapx.synth.domain import moves_of
+from hapx.synth.lean import WIDTHS, Lean, leanest
 from hapx.synth.search import least_memory
 from hapx.synth.writer import Solution
 from hapx.theory.derive import derive
@@ -32,6 +36,8 @@ from support.models import GPT, MLP
 
 # moments are counted in grains of what may be used, so that has to be near what is needed
 SCARCE = replace(FOUR, device_types={name: replace(kind, memory=300 * 2**10) for name, kind in FOUR.device_types.items()})
+
+LAYERS = 8
 
 
 def leanest_of(own: AtLengths) -> Solution:
@@ -50,9 +56,9 @@ def gpt() -> Graph:
     return discover(capture(model, model.example(8)))
 
 
-@pytest.mark.parametrize("shares", ["even", "speed"])
-def test_the_peak_of_a_partial_program_becomes_that_of_the_program(gpt: Graph, shares: str) -> None:
-    own = at_lengths(gpt, SCARCE, shares)
+@pytest.mark.parametrize(("shares", "repeats"), [("even", 1), ("speed", 1), ("speed", 2)])
+def test_the_peak_of_a_partial_program_becomes_that_of_the_program(gpt: Graph, shares: str, repeats: int) -> None:
+    own = at_lengths(gpt, SCARCE, shares, repeats)
     found = leanest_of(own)
     assert found.cost == pytest.approx(own.part(found), rel=0.05)
 
@@ -69,6 +75,45 @@ def test_it_is_no_larger_than_that_of_the_least_sum(gpt: Graph) -> None:
         for shares in ("even", "speed"):
             own = at_lengths(graph, SCARCE, shares)
             assert own.part(leanest_of(own)) <= 1.1 * own.part(least_sum(own))
+
+
+@pytest.mark.parametrize("blocks", [0, 5, LAYERS])
+def test_a_leap_takes_as_much_as_all_of_its_rounds(blocks: int) -> None:
+    model = GPT(13, 16, 2, LAYERS, 16)
+    graph = discover(capture(model, model.example(8)))
+    own = at_lengths(with_blocks(graph, blocks) if blocks else graph, SCARCE, "speed")
+    lean = Lean(own.problem, own.exact, own.lengths)
+    last = beam(lean, WIDTHS[0], Statistics())
+    assert last is not None
+    leaps, state = [], last
+    while state.parent is not None:
+        leaps += [state] if state.move is None else []
+        state = state.parent
+    assert leaps, "of layers that are alike"
+    for leapt in leaps:
+        state, period = lean.start(), leapt.rounds[0]
+        for level, move in enumerate(moves_of(leapt)):
+            made = lean.following[lean.region[level] >= 0].made(level, move)
+            (state,) = lean._follow(state, [(move, made)], inf)
+        assert (state.level, state.place) == (leapt.level, leapt.place)
+        assert state.memory == pytest.approx(leapt.memory, rel=1e-12)
+        regions = [lean.region[at : at + period] for at in range(leapt.parent.level - period, leapt.level, period)]
+        assert len({tuple(r >= 0 for r in own) for own in regions}) == 1, "not over a border"
+
+
+def test_what_repeats_itself_is_as_lean_as_what_is_found_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(13, 16, 2, LAYERS, 16)
+    own = at_lengths(discover(capture(model, model.example(8))), SCARCE, "speed")
+    found = []
+    for settled in (hapx.synth.lean.SETTLED, LAYERS):
+        monkeypatch.setattr(hapx.synth.lean, "SETTLED", settled)
+        statistics = Statistics()
+        best = beam(Lean(own.problem, own.exact, own.lengths), WIDTHS[0], statistics)
+        assert best is not None
+        found.append((best.estimate, statistics.expansions))
+    (early, few), (late, many) = found
+    assert early <= late * (1 + 1e-3)
+    assert few < 0.8 * many
 
 
 def test_partial_peaks_never_fall() -> None:
