@@ -25,7 +25,7 @@ from hapx.predict import Staged
 from hapx.schedules import Crossing, Style, check, crossings_between, groups_of, make
 from hapx.setting import Counters, Setting
 from hapx.simulate import StageTimes, stage_times
-from hapx.states import Row, Sharded
+from hapx.states import Placement, Row, Sharded
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,34 @@ def piece_of(candidate: Candidate, nodes: tuple[int, int], devices: tuple[int, .
     """A planned program as a stage."""
     exact = candidate.costs.changed(lengths=candidate.lengths, repeats=1, in_flight=1)
     return Piece(nodes, devices, candidate.theory.graph, candidate, stage_times(candidate.program, candidate.theory.graph, exact))
+
+
+def agree(one: Piece, other: Piece) -> bool:
+    """Whether two stages can be on the same devices, which keep one piece of every parameter: both store alike what both use."""
+    both = one.candidate.storage_of.keys() & other.candidate.storage_of.keys()
+    return not both or (one.mesh == other.mesh and all(_kept(one, name) == _kept(other, name) for name in both))
+
+
+def _kept(piece: Piece, name: str) -> tuple[Placement, list[tuple[int, ...]]]:
+    """Where a stage stores a parameter, and how many units on each device."""
+    own = piece.candidate
+    at = own.storage_of[name]
+    return at, [own.lengths[state.cut] for state in at.states if isinstance(state, Sharded)]
+
+
+def stored_like(piece: Piece, others: Sequence[Piece], asked: Setting, counters: Counters) -> Piece:
+    """A stage planned once more for devices that others are on too, which store alike what all of them use. asked: a setting for a stage like this,
+    on its devices alone. Raises PlanError or InsufficientMemoryError where there is none."""
+    given = {name: at for other in others for name, at in other.candidate.storage_of.items() if name in piece.graph.refs}
+    sharing = [other for other in others if other.candidate.storage_of.keys() & given.keys()]
+    cuts = {state.cut for at in given.values() for state in at.states if isinstance(state, Sharded)}
+    fixed = {cut: own for other in sharing for cut, own in other.candidate.lengths.items() if cut in cuts}
+    first = sharing[0].candidate
+    setting = replace(asked, graph=piece.graph, given=given, fixed=fixed, start=first.shares)
+    made = piece_of(plan_spmd(setting, counters, [first.mesh])[0], piece.nodes, piece.devices)
+    if not all(agree(other, made) for other in others):
+        raise PlanError("stages on the same devices store otherwise what they share", where=f"nodes {piece.nodes}")
+    return made
 
 
 def extend_piece(plan: Plan, number: int, graph: Graph, nodes: tuple[int, int], asked: Setting, counters: Counters) -> Piece:

@@ -20,7 +20,7 @@ from hapx.cost.memory import usable
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.parts import part
-from hapx.pipelines import Piece, checked, drafted, joined, piece_of, predicted
+from hapx.pipelines import Piece, agree, checked, drafted, joined, piece_of, predicted, stored_like
 from hapx.plan import Plan
 from hapx.planner import plan_spmd, views
 from hapx.predict import Staged
@@ -79,11 +79,29 @@ def put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics
     if len(pieces) < len(pipeline.stages):
         return None
     try:
+        pieces = _agreed(asker, pipeline, pieces)
+    except (PlanError, InsufficientMemoryError):
+        return None
+    try:
         return Made(_scheduled(pieces, asker.asked, rule, statistics), tuple(pieces), pipeline, asker)
     except InsufficientMemoryError:
         for s in () if turns else pipeline.stages:  # of several stages on a submesh each may have room
             asker.refuse(s.start, s.stop, s.shape, s.in_flight)
     return None
+
+
+def _agreed(asker: Asker, pipeline: Pipeline, pieces: Sequence[Piece]) -> list[Piece]:
+    """Stages of which those on the same devices store alike what they share (a tied embedding, a layer that is called again): the first ones as they
+    are, later ones planned once more where they differ. Raises PlanError or InsufficientMemoryError where there is none."""
+    found: list[Piece] = []
+    for s, piece in zip(pipeline.stages, pieces, strict=True):
+        before = [other for other in found if other.devices == piece.devices]
+        if not all(agree(other, piece) for other in before):
+            rule = replace(asker.asked.rule, storage="auto", segments="none", max_stages=1, remat="none")
+            own = replace(asker.asked, cluster=s.shape.spec(asker.asked.cluster), rule=rule, in_flight=s.in_flight)
+            piece = stored_like(piece, before, own, asker.counters)
+        found.append(piece)
+    return found
 
 
 def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, statistics: dict[str, Any], *, thorough: bool = False) -> Plan:
@@ -161,7 +179,10 @@ def polished(made: Made, rule: Restriction) -> tuple[Plan | None, Counters]:
         faster = better is not None and better.times.micro * number + better.times.iteration < seconds[i]
         if better is None or not faster or asker.fits(better) < kept[i]:
             break  # faster other stages are of no use
-        pieces[i] = _placed(asker, stage.start, stage.stop, better, stage.devices)
+        placed = _placed(asker, stage.start, stage.stop, better, stage.devices)
+        if not all(agree(other, placed) for k, other in enumerate(pieces) if k != i and other.devices == placed.devices):
+            break
+        pieces[i] = placed
     with suppress(HapError):
         return _scheduled(pieces, asker.asked, rule, dict(plan.statistics), thorough=True), cost
     return None, cost
