@@ -1,7 +1,9 @@
-"""Branches that decide nothing but whether there is an error: `if labels.max() >= classes: raise ValueError(...)`, `assert mask.any()`.
+"""Branches that decide nothing but whether there is an error: `if labels.max() >= classes: raise ValueError(...)`, `assert mask.any()`,
+`assert lengths.max().item() <= length`.
 
-In: the frame in which a tensor is asked for its truth. Out: the truth with which it goes on, if with the other one it can only raise what its own
-function does not catch. Values are not known while a model is captured, so such a check is left out of the program, which a warning says.
+In: the frame in which a tensor, or what its number is compared to, is asked for its truth. Out: the truth with which it goes on, if with the other
+one it can only raise what its own function does not catch. Values are not known while a model is captured, so such a check is left out of the
+program, which a warning says.
 """
 
 from __future__ import annotations

@@ -131,8 +131,7 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         caller = sys._getframe(1)
         mark = self._mark(caller)
-        if func is Tensor.__bool__ and not _internal(caller.f_code.co_filename) and (goes_on := passes(caller)) is not None:
-            self._seen.left_out[mark.where] = None
+        if func is Tensor.__bool__ and (goes_on := self._passes(caller)) is not None:
             return goes_on
         refuse_gradients(func, mark.where)
         if func.__name__ == "_pack_padded_sequence":
@@ -143,6 +142,28 @@ class _Recorder(TorchFunctionMode):
             )
         with annotate({MARK: mark}):
             return STAND_INS.get(func, func)(*args, **(kwargs or {}))
+
+    def __enter__(self) -> TorchFunctionMode:
+        """Numbers of tensors (`.item()`) may be checked as tensors may: what they are compared to is a `torch.SymBool`."""
+        before = self._before = torch.SymBool.__bool__
+
+        def truth(own: torch.SymBool) -> bool:
+            goes_on = self._passes(sys._getframe(1))
+            return before(own) if goes_on is None else goes_on
+
+        torch.SymBool.__bool__ = truth  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        torch.SymBool.__bool__ = self._before  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def _passes(self, frame: FrameType) -> bool | None:
+        """The truth with which the user's code goes on that asks for one, and it is noted, if that is only a check."""
+        goes_on = passes(frame) if not _internal(frame.f_code.co_filename) else None
+        if goes_on is not None:
+            self._seen.left_out[self._mark(frame).where] = None
+        return goes_on
 
     def _mark(self, frame: FrameType | None) -> Mark:
         user: FrameType | None = None
