@@ -9,11 +9,13 @@ Invariant: the programs of the stages compute what the graph computes; a paramet
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from hapx.cost.model import CostModel
 from hapx.errors import PlanError
 from hapx.ir import Graph, Kind
 from hapx.layout import Lengths
@@ -26,6 +28,7 @@ from hapx.schedules import Crossing, Style, check, crossings_between, groups_of,
 from hapx.setting import Counters, Setting
 from hapx.simulate import StageTimes, stage_times
 from hapx.states import Placement, Row, Sharded
+from hapx.theory.derive import derive
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,15 @@ def extend_piece(plan: Plan, number: int, graph: Graph, nodes: tuple[int, int], 
     kept = {state.cut for p in given.values() for state in p.states if isinstance(state, Sharded)}
     fixed = {cut: lengths for cut, lengths in stage.lengths[plan.first].items() if cut in kept}
     setting = replace(asked, graph=own, cluster=asked.cluster.part(local), given=given, fixed=fixed, start=stage.shares)
-    return piece_of(plan_spmd(setting, counters, [mesh])[0], nodes, tuple(local))
+    best = plan_spmd(setting, counters, [mesh])[0] if own.nodes else _nothing(setting, mesh, stage.shares)
+    return piece_of(best, nodes, tuple(local))
+
+
+def _nothing(setting: Setting, mesh: Mesh, shares: Mapping[Row, tuple[float, ...]]) -> Candidate:
+    """Of a stage that has nothing to do: it was dropout, say, and in evaluation there is none."""
+    theory = derive(setting.graph, mesh)
+    costs = CostModel(theory, setting.cluster, setting.precision, setting.optimizer, setting.key.mode, repeats=setting.repeats)
+    return Candidate(theory, costs, Program(setting.key, mesh, (), (), ()), {}, {}, shares, 0.0, 0.0)
 
 
 def extend_stages(plan: Plan, key: ProgramKey, graph: Graph, parts: Callable[[int], Graph]) -> Plan:
@@ -130,10 +141,11 @@ def extend_stages(plan: Plan, key: ProgramKey, graph: Graph, parts: Callable[[in
 
 
 def cuts_like(plan: Plan, graph: Graph) -> list[tuple[int, int]]:
-    """Where a graph of the same model is cut so that every stage has the parameters that its nodes use; where this leaves a choice, where the fewest
-    bytes cross. Raises PlanError where no cut does it."""
+    """Where a graph of the same model is cut so that every stage has the parameters that its nodes use; where this leaves a choice, as the plan's
+    first graph is, or else where the fewest bytes cross. Raises PlanError where no cut does it."""
     homes = {name: {c.stage for c in s.copies} for name, s in plan.storage_of.items()}
     wanted = [[homes[n] for n in node.call.refs() if n in homes] for node in graph.nodes]
+    places = _counterparts(plan.graphs[plan.first], graph)
     cuts = [0]
     for stage in range(1, len(plan.stages)):
         # a node that only earlier stages can run comes before the cut, one that only later stages can run after it
@@ -145,8 +157,32 @@ def cuts_like(plan: Plan, graph: Graph) -> list[tuple[int, int]]:
                 f"the model uses parameters of stage {stage} before those of stage {stage - 1}", where=f"{graph.mode} program",
                 hint="another call order than the planned one cannot run on the same stages",
             )  # fmt: skip
-        cuts.append(min(range(first, last + 1), key=lambda c: sum(r.bytes for r in crossing(graph, c))))
+        like = places[plan.stages[stage].nodes[plan.first][0]]
+        cuts.append(like if first <= like <= last else min(range(first, last + 1), key=lambda c: sum(r.bytes for r in crossing(graph, c))))
     return list(pairwise([*cuts, len(graph.nodes)]))
+
+
+def _counterparts(known: Graph, graph: Graph) -> list[int]:
+    """For every node of a known graph of the same model, and behind its last one: the node that does the same at the same place in the model, for the
+    same time there; where there is none, that of the next node that has one."""
+    at: dict[tuple[Any, ...], int] = {}
+    for i, named in enumerate(_named(graph)):
+        at[named] = i
+    places = [len(graph.nodes)]
+    for named in reversed(_named(known)):
+        places.append(at.get(named, places[-1]))
+    return places[::-1]
+
+
+def _named(graph: Graph) -> list[tuple[Any, ...]]:
+    """Of every node what it is and where, and how many such ones are before it."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    found = []
+    for node in graph.nodes:
+        key = node.call.target, node.module, node.source
+        found.append((*key, seen[key]))
+        seen[key] += 1
+    return found
 
 
 def assemble(pieces: Sequence[Piece], asked: Setting, style: Style | str, statistics: Mapping[str, Any]) -> Plan:

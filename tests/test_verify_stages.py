@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from hapx.collectives.threads import ThreadCommunicator
 from hapx.cost.remat import with_blocks, without_blocks
 from hapx.errors import PlanError
 from hapx.graph.capture import capture
@@ -20,7 +25,10 @@ from hapx.predict import predictions
 from hapx.runtime.micro_batches import cut_batch
 from hapx.states import PARTIAL, REPLICATED, Placement, Property
 from hapx.theory.normalise import normalised
+from support.clusters import TWO
+from support.equivalence import run_ranks
 from support.small_stages import DEEP, deep_gpt, gpt, idle, interleaved, mlp
+from support.staged import micro_graph, pipeline_on, staged_plan
 
 
 def with_stage(plan: Plan, number: int, **changes: Any) -> Plan:
@@ -195,3 +203,49 @@ def test_further_programs_of_stages_are_sound(batch: int, training: bool) -> Non
     wrong = {**plan.schedules, key_of(whole): plan.schedules[plan.first]}
     with pytest.raises(PlanError, match=r"micro-batches of|forward for evaluation"):
         replace(plan, schedules=wrong).verify()
+
+
+class Shared(nn.Module):
+    """One layer that is called four times: where a stage ends, its parameters do not say. Dropout in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.drop(F.gelu(self.layer(x)))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_further_programs_are_cut_where_the_first_one_is(training: bool) -> None:
+    model = Shared()
+    graphs = micro_graph(model, (torch.ones(8, 8),), 2)
+    assert [n.call.op for n in graphs[0].nodes[6:8]] == ["aten.linear", "aten.gelu"]
+    plan = staged_plan(model, (torch.ones(8, 8),), TWO, ((0,), (1,)), 2, cuts=[6], graphs=graphs)
+    inputs = (torch.ones(4, 8),)
+    whole = capture(model, inputs, training=training)
+    longer = extend_stages(plan, key_of(whole), whole, lambda n: normalised(capture(model, cut_batch(inputs, n)[0], training=training), whole))
+    longer.verify()
+    assert [stage.nodes[key_of(whole)][0] for stage in longer.stages] == [0, 6 if training else 4]
+
+
+def test_a_stage_that_is_only_dropout_has_nothing_to_do_in_evaluation() -> None:
+    model, inputs = Shared(), (torch.ones(8, 8),)
+    graphs = micro_graph(model, inputs, 2)
+    assert [n.call.op for n in graphs[0].nodes[2:3]] == ["aten.dropout"]
+    plan = staged_plan(model, inputs, TWO, ((0,), (1,), (0,)), 2, "gpipe", cuts=[2, 3], graphs=graphs)
+    whole = capture(model, inputs, training=False)
+    key = key_of(whole)
+    longer = extend_stages(plan, key, whole, lambda n: normalised(capture(model, cut_batch(inputs, n)[0], training=False), whole))
+    longer.verify()
+    assert [stage.nodes[key] for stage in longer.stages] == [(0, 2), (2, 2), (2, len(longer.graphs[key].nodes))]
+    module = Shared().eval()
+
+    def evaluated(threads: ThreadCommunicator) -> float:
+        pipeline = pipeline_on(longer, copy.deepcopy(module), threads)
+        with torch.no_grad():
+            return float(pipeline.run(key, {longer.graphs[key].given[0]: inputs[0]})[longer.graphs[key].loss])
+
+    assert run_ranks(longer, evaluated, mode="threads") == [pytest.approx(float(module(*inputs).detach()), rel=1e-6)] * 2

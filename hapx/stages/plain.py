@@ -34,8 +34,9 @@ def plain_pipelines(work: Sequence[float], cluster: ClusterSpec, prices: Prices,
 def _ends(work: Sequence[float], speeds: Sequence[float]) -> tuple[int, ...]:
     """Boundaries of runs of layers whose work is as near to the speeds as whole layers can be."""
     done = [0.0, *accumulate(work)]
-    wanted = [0.0, *(s / sum(speeds) * done[-1] for s in accumulate(speeds))]
-    return tuple(min(range(len(done)), key=lambda i: abs(done[i] - w)) for w in wanted)
+    wanted = [s / sum(speeds) * done[-1] for s in accumulate(speeds)]
+    inner = [min(range(len(done)), key=lambda i: abs(done[i] - w)) for w in wanted[:-1]]
+    return (0, *inner, len(work))  # also layers at the ends that are no work
 
 
 def pipeline_by_hand(

@@ -110,7 +110,8 @@ class Repetition:
             return None
         if (level, period) not in self._pairs:
             before = level - period
-            names, shifts = self.names(before), {n: at for n, _, at in self.steps[level].live}
+            names = self.names(before) if self.period[before] == period else None  # else they are of another distance
+            shifts = {n: at for n, _, at in self.steps[level].live}
             self._pairs[level, period] = (
                 tuple([(shifts[names[n]], at, t.full) for n, t, at in self.steps[before].live]) if names is not None else None
             )

@@ -32,6 +32,11 @@ def test_layers_in_equal_numbers_and_in_proportion_to_speed() -> None:
     assert found[1].time < found[0].time
 
 
+def test_layers_at_the_ends_that_are_no_work_are_in_a_stage_too() -> None:
+    for pipeline in plain_pipelines([0.0, 1.0, 2.0, 1.0, 0.0, 0.0], CLUSTER, prices(CLUSTER, 8), ONE_F_ONE_B, "fp32"):
+        assert (pipeline.stages[0].start, pipeline.stages[-1].stop) == (0, 6)
+
+
 def test_what_does_not_fit_is_left_out() -> None:
     assert not list(plain_pipelines([1.0] * 10, CLUSTER, prices(CLUSTER, 1), ONE_F_ONE_B, "fp32"))
 

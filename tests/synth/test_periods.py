@@ -5,12 +5,16 @@ from __future__ import annotations
 from math import inf
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import hapx
 import hapx.synth.domain
 from hapx.synth.astar import Statistics, Width, beam
 from hapx.synth.domain import Synthesis
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Problem
+from support.clusters import TWO
 from support.models import GPT
 from support.problems import problem_of
 
@@ -35,6 +39,40 @@ def test_rounds_before_and_after_a_level(deep) -> None:
         assert repetition.done(level - period) == done - 1
     assert max(map(repetition.done, several)) >= LAYERS - 2
     assert all(repetition.done(level) == 0 for level in range(len(kinds)) if repetition.before(level) == 0)
+
+
+class Word(nn.Module):
+    """A layer per letter."""
+
+    def __init__(self, word: str):
+        super().__init__()
+        self.word, self.layers = word, nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in word)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for letter, layer in zip(self.word, self.layers, strict=True):
+            h = layer(x)
+            x = {"b": h.tanh, "c": h.relu, "d": lambda h=h, x=x: x + h.tanh().relu()}[letter]()
+        return ((x - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("word", ["cccccbcb", "ddddcdcdc", "dcdcccdcdcdc", "bcbcbccbcb"])
+def test_where_one_repetition_goes_over_into_another_nothing_leaps_too_far(word: str) -> None:
+    """Places of values stand for each other at the distance of the steps between."""
+    inputs = torch.ones(2, 8, 8, dtype=torch.float64).unbind()
+    problem, _ = problem_of(Word(word), inputs, "rtx4090_rtx3060", "flat")
+    steps, found = problem.steps, Repetition(problem.steps)
+    jumps = [(level, jump) for level in range(len(steps)) if (jump := found.jump(level)) is not None]
+    for level, jump in jumps:
+        end = level + jump.times * found.before(level)
+        live = {at: table for _, table, at in steps[end].live}
+        assert {now for now, _, _ in jump.pairs} == set(live)
+        assert {before for _, before, _ in jump.pairs} == {at for _, _, at in steps[level].live}
+    assert all(
+        found.pairs(level, found.before(level)) is None
+        for level in range(len(steps))
+        if found.before(level) != found.period[level - found.before(level)]
+    )
+    hapx.plan(Word(word), TWO, inputs, micro_batches=1).verify()
 
 
 def test_what_stays_is_what_names_say(deep, monkeypatch: pytest.MonkeyPatch) -> None:
