@@ -71,11 +71,11 @@ def agree(one: Piece, other: Piece) -> bool:
     return not both or (one.mesh == other.mesh and all(_kept(one, name) == _kept(other, name) for name in both))
 
 
-def _kept(piece: Piece, name: str) -> tuple[Placement, list[tuple[int, ...]]]:
-    """Where a stage stores a parameter, and how many units on each device."""
+def _kept(piece: Piece, name: str) -> tuple[Placement, list[tuple[int, ...] | None]]:
+    """Where a stage stores a parameter, and how many units on each device (None along an even axis)."""
     own = piece.candidate
     at = own.storage_of[name]
-    return at, [own.lengths[state.cut] for state in at.states if isinstance(state, Sharded)]
+    return at, [own.lengths.get(state.cut) for state in at.states if isinstance(state, Sharded)]
 
 
 def stored_like(piece: Piece, others: Sequence[Piece], asked: Setting, counters: Counters) -> Piece:

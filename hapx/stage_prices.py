@@ -46,6 +46,7 @@ PART = 1e-4  # of the seconds that the synchronisation of gradients would take, 
 FEW = 8  # micro-batches for which an answer should have room, if there are as many
 ROUGH = 0.03  # how far from the optimum programs of the whole model may be
 FAR_TOO_MUCH = 2.0
+NEIGHBOURS = 3  # layers at most from one that makes a tensor to one that reads it, if it is told by where it comes from
 STORED = (Kind.PARAMETER, Kind.BUFFER)
 
 
@@ -121,20 +122,48 @@ class Asker:
     def classes(self) -> tuple[int, ...]:
         """Numbers, equal for layers that cost the same wherever they are."""
         numbers: dict[Hashable, int] = {}
-        return tuple(numbers.setdefault(self._class(a, b), len(numbers)) for a, b in self.layers)
+        return tuple(numbers.setdefault(self._class(layer), len(numbers)) for layer in range(len(self.layers)))
 
-    def _class(self, start: int, stop: int) -> Hashable:
-        """What the layer computes, by operators and shapes; which of its operands come from outside, and which are shared by other layers."""
-        graph = self.asked.graph
+    def _class(self, layer: int) -> Hashable:
+        """What the layer computes, by operators and shapes; which of its operands come from outside, and which of those: layers one after another
+        that are alike one by one are alike together."""
+        graph, (start, stop) = self.asked.graph, self.layers[layer]
         made = {o.name for n in graph.nodes[start:stop] for o in n.outputs}
+        given = {o.tensor for o in graph.outputs}
         numbers: dict[str, int] = {}
         found = []
-        for node in graph.nodes[start:stop]:
-            refs = [graph.refs[name] for name in node.call.refs()]
-            operands = tuple((r.shape, r.dtype, r.kind, r.requires_grad, r.name in made, numbers.setdefault(r.name, len(numbers))) for r in refs)
-            later = tuple(any(not start <= i < stop for i in graph.consumers[o.name]) for o in node.outputs)
-            found.append((node.call.target, operands, tuple((o.shape, o.dtype) for o in node.outputs), later))
+        for i in range(start, stop):
+            node = graph.nodes[i]
+            operands = tuple(
+                (graph.refs[name].kind, numbers.setdefault(name, len(numbers)), name in made or self._outside(name, layer))
+                for name in node.call.refs()
+            )
+            found.append((graph.alike[i], operands, tuple((self._readers[o.name] <= {layer}, o.name in given) for o in node.outputs)))
         return tuple(found)
+
+    def _outside(self, name: str, layer: int) -> Hashable:
+        """Which tensor an operand is that its layer does not make: nothing needs to be said where only this layer reads it; of what is made and read
+        by neighbours, how many layers before, and which of those; of others the name."""
+        if name in self._homes:
+            home, place = self._homes[name]
+            return layer - home, place
+        return name if name in self.asked.graph.producer or len(self._readers[name]) > 1 else None
+
+    @cached_property
+    def _readers(self) -> Mapping[str, set[int]]:
+        """The layers that read a tensor."""
+        of_node = [k for k, (a, b) in enumerate(self.layers) for _ in range(a, b)]
+        return {name: {of_node[i] for i in nodes} for name, nodes in self.asked.graph.consumers.items()}
+
+    @cached_property
+    def _homes(self) -> Mapping[str, tuple[int, int]]:
+        """Of what is made for neighbours only: the layer that makes it, and which of those it is."""
+        found: dict[str, tuple[int, int]] = {}
+        for layer, (start, stop) in enumerate(self.layers):
+            names = (o.name for node in self.asked.graph.nodes[start:stop] for o in node.outputs)
+            near = (name for name in names if self._readers[name] - {layer} and max(self._readers[name]) - layer <= NEIGHBOURS)
+            found |= {name: (layer, place) for place, name in enumerate(near)}
+        return found
 
     @cached_property
     def work(self) -> list[float]:

@@ -20,6 +20,7 @@ from hapx.predict import Staged
 from hapx.put_together import _scheduled, has_room
 from hapx.restriction import AUTO
 from hapx.setting import Counters, Setting
+from hapx.states import Sharded
 from support.clusters import TWO_MACHINES, slow_devices
 from support.models import GPT, MLP
 from support.staged import assert_staged, block_cuts, micro_graph
@@ -88,6 +89,16 @@ def test_a_stage_that_stores_otherwise_what_it_shares_is_planned_like_the_one_be
     plan = assemble(pieces, setting, "gpipe", {})
     plan.verify()
     assert_staged(MODEL, inputs, plan, steps=2)
+
+
+def test_what_is_stored_along_an_even_axis_has_no_lengths() -> None:
+    graph, whole = micro_graph(MODEL(), inputs(0), 4)
+    rule = replace(AUTO, segments="none", storage="sharded", mesh="2x2")
+    setting = Setting(graph, key_of(whole), TWO_MACHINES, rule, "fp32", "sgd", repeats=4)
+    front, back = (plan_piece(setting, nodes, (0, 1, 2, 3), Counters())[0] for nodes in pairwise([0, *block_cuts(graph, 2), len(graph.nodes)]))
+    at = front.candidate.storage_of["tok.weight"]
+    assert isinstance(at.states[1], Sharded) and at.states[1].cut not in front.candidate.lengths
+    assert agree(front, back) is (back.candidate.storage_of["tok.weight"] == at)
 
 
 def test_stages_that_are_put_together_store_alike_what_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
