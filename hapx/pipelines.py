@@ -78,21 +78,6 @@ def _kept(piece: Piece, name: str) -> tuple[Placement, list[tuple[int, ...] | No
     return at, [own.lengths.get(state.cut) for state in at.states if isinstance(state, Sharded)]
 
 
-def stored_like(piece: Piece, others: Sequence[Piece], asked: Setting, counters: Counters) -> Piece:
-    """A stage planned once more for devices that others are on too, which store alike what all of them use. asked: a setting for a stage like this,
-    on its devices alone. Raises PlanError or InsufficientMemoryError where there is none."""
-    given = {name: at for other in others for name, at in other.candidate.storage_of.items() if name in piece.graph.refs}
-    sharing = [other for other in others if other.candidate.storage_of.keys() & given.keys()]
-    cuts = {state.cut for at in given.values() for state in at.states if isinstance(state, Sharded)}
-    fixed = {cut: own for other in sharing for cut, own in other.candidate.lengths.items() if cut in cuts}
-    first = sharing[0].candidate
-    setting = replace(asked, graph=piece.graph, given=given, fixed=fixed, start=first.shares)
-    made = piece_of(plan_spmd(setting, counters, [first.mesh])[0], piece.nodes, piece.devices)
-    if not all(agree(other, made) for other in others):
-        raise PlanError("stages on the same devices store otherwise what they share", where=f"nodes {piece.nodes}")
-    return made
-
-
 def extend_piece(plan: Plan, number: int, graph: Graph, nodes: tuple[int, int], asked: Setting, counters: Counters) -> Piece:
     """A further program for a stage of a plan: parameters stay where they are, in the lengths they have."""
     stage = plan.stages[number]

@@ -20,7 +20,7 @@ from hapx.cost.memory import usable
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import HapError, InsufficientMemoryError, PlanError
 from hapx.parts import part
-from hapx.pipelines import Piece, agree, checked, drafted, joined, piece_of, predicted, stored_like
+from hapx.pipelines import Piece, agree, checked, drafted, joined, piece_of, predicted
 from hapx.plan import Plan
 from hapx.planner import plan_spmd, views
 from hapx.predict import Staged
@@ -31,6 +31,7 @@ from hapx.setting import Counters, Setting
 from hapx.stage_prices import LEVELS, Asker, Planned, roomy_or_none, view_of
 from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline
 from hapx.stages.interleaved import INTERLEAVED
+from hapx.states import Sharded
 
 PUT_TOGETHER = 3  # pipelines that are planned stage by stage and simulated exactly, of those that look best
 SMALL = 100  # nodes of a graph for which a search under limits of memory does not take long
@@ -78,30 +79,45 @@ def put_together(asker: Asker, pipeline: Pipeline, rule: Restriction, statistics
             pieces.append(_placed(asker, s.start, s.stop, known, s.devices))
     if len(pieces) < len(pipeline.stages):
         return None
-    try:
-        pieces = _agreed(asker, pipeline, pieces)
-    except (PlanError, InsufficientMemoryError):
+    agreed = _agreed(asker, pipeline, pieces)
+    if agreed is None:
         return None
     try:
-        return Made(_scheduled(pieces, asker.asked, rule, statistics), tuple(pieces), pipeline, asker)
+        return Made(_scheduled(agreed, asker.asked, rule, statistics), tuple(agreed), pipeline, asker)
     except InsufficientMemoryError:
         for s in () if turns else pipeline.stages:  # of several stages on a submesh each may have room
             asker.refuse(s.start, s.stop, s.shape, s.in_flight)
     return None
 
 
-def _agreed(asker: Asker, pipeline: Pipeline, pieces: Sequence[Piece]) -> list[Piece]:
+def _agreed(asker: Asker, pipeline: Pipeline, pieces: Sequence[Piece]) -> list[Piece] | None:
     """Stages of which those on the same devices store alike what they share (a tied embedding, a layer that is called again): the first ones as they
-    are, later ones planned once more where they differ. Raises PlanError or InsufficientMemoryError where there is none."""
+    are, later ones planned once more where they differ. None where there is no program for one."""
     found: list[Piece] = []
     for s, piece in zip(pipeline.stages, pieces, strict=True):
         before = [other for other in found if other.devices == piece.devices]
+        again: Piece | None = piece
         if not all(agree(other, piece) for other in before):
             rule = replace(asker.asked.rule, storage="auto", segments="none", max_stages=1, remat="none")
-            own = replace(asker.asked, cluster=s.shape.spec(asker.asked.cluster), rule=rule, in_flight=s.in_flight)
-            piece = stored_like(piece, before, own, asker.counters)
-        found.append(piece)
+            own = replace(asker.asked, cluster=s.shape.spec(asker.asked.cluster), rule=rule, in_flight=s.in_flight, within=POLISH)
+            again = stored_like(piece, before, own, asker.counters)
+        if again is None:
+            return None
+        found.append(again)
     return found
+
+
+def stored_like(piece: Piece, others: Sequence[Piece], asked: Setting, counters: Counters) -> Piece | None:
+    """A stage planned once more for devices that others are on too, which store alike what all of them use; as if memory were no matter. asked: a
+    setting for a stage like this, on its devices alone. None where there is no such program."""
+    given = {name: at for other in others for name, at in other.candidate.storage_of.items() if name in piece.graph.refs}
+    sharing = [other.candidate for other in others if other.candidate.storage_of.keys() & given.keys()]
+    cuts = {state.cut for at in given.values() for state in at.states if isinstance(state, Sharded)}
+    fixed = {cut: own for other in sharing for cut, own in other.lengths.items() if cut in cuts}
+    setting = replace(asked, graph=piece.graph, given=given, fixed=fixed, start=sharing[0].shares)
+    best = roomy_or_none(setting, counters, [sharing[0].mesh])
+    made = piece_of(best, piece.nodes, piece.devices) if best is not None else None
+    return made if made is not None and all(agree(other, made) for other in others) else None
 
 
 def _scheduled(pieces: Sequence[Piece], asked: Setting, rule: Restriction, statistics: dict[str, Any], *, thorough: bool = False) -> Plan:

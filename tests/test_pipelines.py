@@ -14,10 +14,10 @@ from torch import Tensor
 import hapx
 from hapx.cost.remat import chosen_blocks, with_blocks
 from hapx.errors import PlanError
-from hapx.pipelines import Piece, agree, assemble, plan_piece, stored_like
+from hapx.pipelines import Piece, agree, assemble, plan_piece
 from hapx.planner import key_of
 from hapx.predict import Staged
-from hapx.put_together import _scheduled, has_room
+from hapx.put_together import _scheduled, has_room, stored_like
 from hapx.restriction import AUTO
 from hapx.setting import Counters, Setting
 from hapx.states import Sharded
@@ -84,7 +84,9 @@ def test_a_stage_that_stores_otherwise_what_it_shares_is_planned_like_the_one_be
     with pytest.raises(PlanError, match="stages 0 and 2 are on the same devices, but store it otherwise"):
         assemble(pieces, setting, "gpipe", {}).verify()
     own = replace(setting, cluster=TWO_MACHINES.part([0, 1]), rule=replace(setting.rule, storage="auto"))
-    pieces[2] = stored_like(pieces[2], pieces[:1], own, Counters())
+    again = stored_like(pieces[2], pieces[:1], own, Counters())
+    assert again is not None
+    pieces[2] = again
     assert agree(pieces[0], pieces[2])
     plan = assemble(pieces, setting, "gpipe", {})
     plan.verify()
