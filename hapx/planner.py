@@ -70,7 +70,8 @@ LARGE = 400  # nodes from which on a quick look tells how long a plan of one sta
 def views(cluster: ClusterSpec, rule: Restriction) -> tuple[Mesh, ...]:
     """Meshes over the cluster's devices that the restriction (or the cluster file) allows: flat, with uneven ratios, and every a x b whose
     inner groups are equal devices of one machine, uneven over the groups, the fewest groups first: where these are machines, that is the best one
-    most often, and at others less is to be looked for. Raises HapError for a view that the cluster does not have."""
+    most often, and at others less is to be looked for. Of given shares there are as many as coordinates. Raises HapError for a view that the cluster
+    does not have."""
     wanted = rule.mesh if rule.mesh != "auto" else cluster.mesh
     n = cluster.num_devices
     found = {"flat": Mesh("flat", (Axis("devices", n, "devices"),), tuple(range(n)), 0)}
@@ -80,7 +81,8 @@ def views(cluster: ClusterSpec, rule: Restriction) -> tuple[Mesh, ...]:
             outer = Axis("machines" if machines else "groups", n // inner, "machines" if machines else "devices")
             found[f"{n // inner}x{inner}"] = Mesh(f"{n // inner}x{inner}", (outer, Axis("devices", inner, "devices")), tuple(range(n)), 0)
     if wanted == "auto":
-        return tuple(found.values())
+        given = [m for m in found.values() if isinstance(rule.ratios, tuple) and m.axes[0].size == len(rule.ratios)]
+        return tuple(given or found.values())
     if wanted == "two-level":
         named = [m for m in found.values() if m.axes[0].kind == "machines"]
     else:

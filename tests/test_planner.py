@@ -64,6 +64,17 @@ def test_views_need_equal_groups_inside_a_machine():
         views(cluster(["fast"] * 4), Restriction(mesh="3x2"))
 
 
+def test_given_shares_choose_the_views_that_have_as_many_coordinates():
+    two = cluster(["fast", "fast"], ["slow", "slow"])
+    assert [m.name for m in views(two, Restriction(ratios=(4, 4, 1, 1)))] == ["flat"]
+    assert [m.name for m in views(two, Restriction(ratios=(4, 1)))] == ["2x2"]
+    plan = plan_graphs([mlp()], two, strategy=Restriction(ratios=(0, 3, 1, 1)))
+    verify(plan)
+    assert set(plan.stages[0].ratios) == {(0.0, 0.6, 0.2, 0.2)}
+    with pytest.raises(HapError, match=r"ratios \(1, 1, 1\).*allowed: 4 numbers >= 0, one per coordinate of the uneven axis"):
+        plan_graphs([mlp()], two, strategy=Restriction(ratios=(1, 1, 1)))
+
+
 @pytest.mark.parametrize("name", BASELINES)
 def test_baselines_verify(name):
     plan = plan_graphs([mlp()], cluster(["fast", "fast"], ["slow", "slow"]), strategy=name)
