@@ -104,8 +104,7 @@ def extend_stages(plan: Plan, key: ProgramKey, graph: Graph, parts: Callable[[in
     parts: gives the graph of one of so many micro-batches."""
     if not graph.batch:
         raise PlanError("the batch is empty", where="HAP", allowed="in a pipeline, batches of at least one sample", hint="leave out empty batches")
-    most = len(plan.schedules[plan.first].micro_batches)
-    micro = parts(next(n for n in range(most, 0, -1) if graph.batch % n == 0))
+    micro = parts(_like_before(graph.batch, plan.schedules[plan.first].micro_batches))
     assert micro.micro_batches is not None
     rule = replace(plan.restriction, storage="auto") if plan.restriction.storage == "as-used" else plan.restriction
     asked = Setting(micro, key, plan.cluster, replace(rule, segments="none"), plan.precision, plan.optimizer, repeats=micro.micro_batches.number)
@@ -123,6 +122,12 @@ def extend_stages(plan: Plan, key: ProgramKey, graph: Graph, parts: Callable[[in
     longer = replace(plan, graphs={**plan.graphs, key: micro}, storage=plan.storage + more, stages=stages)
     style = plan.schedules[plan.first].name
     return replace(longer, schedules={**plan.schedules, key: scheduled(longer, key, style)})
+
+
+def _like_before(batch: int, before: Sequence[int]) -> int:
+    """Micro-batches of another batch: as many as there were, or nearly, but none larger than those, for which memory may not suffice."""
+    numbers = [n for n in range(1, batch + 1) if batch % n == 0 and batch // n <= max(before)]
+    return max((n for n in numbers if n <= len(before)), default=numbers[0])
 
 
 def cuts_like(plan: Plan, graph: Graph) -> list[tuple[int, int]]:

@@ -189,7 +189,7 @@ def test_blocks_may_be_computed_again_in_some_stages(stages: tuple[int, ...]) ->
     plan.verify()
 
 
-@pytest.mark.parametrize("batch, training", [(6, True), (3, False), (8, False)])
+@pytest.mark.parametrize("batch, training", [(6, True), (3, False), (8, False), (5, True)])
 def test_further_programs_of_stages_are_sound(batch: int, training: bool) -> None:
     model = DEEP()
     whole = capture(model, model.example(batch), training=training)
@@ -199,6 +199,7 @@ def test_further_programs_of_stages_are_sound(batch: int, training: bool) -> Non
 
     plan = extend_stages(mlp(), key_of(whole), whole, parts)
     plan.verify()
+    assert plan.schedules[key_of(whole)].micro_batches == {6: (3, 3), 3: (3,), 8: (4, 4), 5: (1,) * 5}[batch], "none is larger than before"
     assert [s.name for s in plan.schedules.values()] == ["1f1b", "1f1b" if training else "forward"]
     wrong = {**plan.schedules, key_of(whole): plan.schedules[plan.first]}
     with pytest.raises(PlanError, match=r"micro-batches of|forward for evaluation"):
