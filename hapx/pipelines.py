@@ -85,9 +85,7 @@ def extend_piece(plan: Plan, number: int, graph: Graph, nodes: tuple[int, int], 
     mesh = replace(stage.mesh, devices=tuple(local.index(d) for d in stage.mesh.devices))
     own = part(graph, *nodes)
     given = {s.name: c.placement for s in plan.storage for c in s.copies if c.stage == number and s.name in own.refs}
-    kept = {state.cut for p in given.values() for state in p.states if isinstance(state, Sharded)}
-    fixed = {cut: lengths for cut, lengths in stage.lengths[plan.first].items() if cut in kept}
-    setting = replace(asked, graph=own, cluster=asked.cluster.part(local), given=given, fixed=fixed, start=stage.shares)
+    setting = replace(asked, graph=own, cluster=asked.cluster.part(local)).storing(given, stage.lengths[plan.first], stage.shares)
     best = plan_spmd(setting, counters, [mesh])[0] if own.nodes else _nothing(setting, mesh, stage.shares)
     return piece_of(best, nodes, tuple(local))
 

@@ -429,13 +429,12 @@ def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     graph = replace(graph, segment_of=carried(plan.graphs[plan.first], graph))
     stage = plan.stages[0]
     given = {name: storage.copies[0].placement for storage in plan.storage for name in (storage.name,)}
-    kept = {s.cut for p in given.values() for s in p.states if hasattr(s, "cut")}
-    fixed = {cut: own for cut, own in stage.lengths[plan.first].items() if cut in kept}
     counters = Counters()
     rule = replace(plan.restriction, storage="auto") if plan.restriction.storage == "as-used" else plan.restriction
     if chosen_blocks(plan.graphs[plan.first]):
         rule = replace(rule, remat="blocks")
-    setting = Setting(graph, key, plan.cluster, rule, plan.precision, plan.optimizer, given, fixed, stage.shares)
+    asked = Setting(graph, key, plan.cluster, rule, plan.precision, plan.optimizer)
+    setting = asked.storing(given, stage.lengths[plan.first], stage.shares)
     setting, best = at_once(_with_remat(setting, counters, [stage.mesh]))
     return extended(plan, best, setting.graph, key, counters.as_dict())
 

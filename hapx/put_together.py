@@ -31,7 +31,6 @@ from hapx.setting import Counters, Setting
 from hapx.stage_prices import LEVELS, Asker, Planned, roomy_or_none, view_of
 from hapx.stages.costs import ONE_F_ONE_B, Assigned, Pipeline
 from hapx.stages.interleaved import INTERLEAVED
-from hapx.states import Sharded
 
 PUT_TOGETHER = 3  # pipelines that are planned stage by stage and simulated exactly, of those that look best
 SMALL = 100  # nodes of a graph for which a search under limits of memory does not take long
@@ -98,7 +97,7 @@ def _agreed(asker: Asker, pipeline: Pipeline, pieces: Sequence[Piece]) -> list[P
         before = [other for other in found if other.devices == piece.devices]
         again: Piece | None = piece
         if not all(agree(other, piece) for other in before):
-            rule = replace(asker.asked.rule, storage="auto", segments="none", max_stages=1, remat="none")
+            rule = replace(asker.asked.rule, storage="auto")
             own = replace(asker.asked, cluster=s.shape.spec(asker.asked.cluster), rule=rule, in_flight=s.in_flight, within=POLISH)
             again = stored_like(piece, before, own, asker.counters)
         if again is None:
@@ -112,9 +111,8 @@ def stored_like(piece: Piece, others: Sequence[Piece], asked: Setting, counters:
     setting for a stage like this, on its devices alone. None where there is no such program."""
     given = {name: at for other in others for name, at in other.candidate.storage_of.items() if name in piece.graph.refs}
     sharing = [other.candidate for other in others if other.candidate.storage_of.keys() & given.keys()]
-    cuts = {state.cut for at in given.values() for state in at.states if isinstance(state, Sharded)}
-    fixed = {cut: own for other in sharing for cut, own in other.lengths.items() if cut in cuts}
-    setting = replace(asked, graph=piece.graph, given=given, fixed=fixed, start=sharing[0].shares)
+    lengths = {cut: own for other in sharing for cut, own in other.lengths.items()}
+    setting = replace(asked, graph=piece.graph).storing(given, lengths, sharing[0].shares)
     best = roomy_or_none(setting, counters, [sharing[0].mesh])
     made = piece_of(best, piece.nodes, piece.devices) if best is not None else None
     return made if made is not None and all(agree(other, made) for other in others) else None

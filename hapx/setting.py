@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any
 
@@ -13,7 +13,7 @@ from hapx.ir import Graph
 from hapx.plan import Plan, ProgramKey
 from hapx.progress import Watcher
 from hapx.restriction import Restriction
-from hapx.states import Cut, Placement, Row
+from hapx.states import Cut, Placement, Row, Sharded
 from hapx.synth.astar import Statistics
 from hapx.synth.forbidden import NOTHING, Forbidden
 
@@ -91,3 +91,8 @@ class Setting:
     repeats: int = 1
     in_flight: int = 1
     within: float = 0.0
+
+    def storing(self, given: Mapping[str, Placement], lengths: Mapping[Cut, tuple[int, ...]], shares: Mapping[Row, tuple[float, ...]]) -> Setting:
+        """Where parameters stay as another program has them: in these placements, at its lengths; from its shares on."""
+        cuts = {state.cut for at in given.values() for state in at.states if isinstance(state, Sharded)}
+        return replace(self, given=given, fixed={cut: own for cut, own in lengths.items() if cut in cuts}, start=shares)

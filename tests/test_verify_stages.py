@@ -15,20 +15,15 @@ from torch import Tensor, nn
 from hapx.collectives.threads import ThreadCommunicator
 from hapx.cost.remat import with_blocks, without_blocks
 from hapx.errors import PlanError
-from hapx.graph.capture import capture
 from hapx.graph.segments import graph_hash
 from hapx.ir import Graph, MicroBatches
-from hapx.pipelines import extend_stages
 from hapx.plan import Copy, Plan, Stage
-from hapx.planner import key_of
 from hapx.predict import predictions
-from hapx.runtime.micro_batches import cut_batch
 from hapx.states import PARTIAL, REPLICATED, Placement, Property
-from hapx.theory.normalise import normalised
 from support.clusters import TWO
 from support.equivalence import run_ranks
 from support.small_stages import DEEP, deep_gpt, gpt, idle, interleaved, mlp
-from support.staged import micro_graph, pipeline_on, staged_plan
+from support.staged import micro_graph, pipeline_on, staged_plan, with_program
 
 
 def with_stage(plan: Plan, number: int, **changes: Any) -> Plan:
@@ -192,16 +187,12 @@ def test_blocks_may_be_computed_again_in_some_stages(stages: tuple[int, ...]) ->
 @pytest.mark.parametrize("batch, training", [(6, True), (3, False), (8, False), (5, True)])
 def test_further_programs_of_stages_are_sound(batch: int, training: bool) -> None:
     model = DEEP()
-    whole = capture(model, model.example(batch), training=training)
-
-    def parts(number: int) -> Graph:
-        return normalised(capture(model, cut_batch(model.example(batch), number)[0], training=training), whole)
-
-    plan = extend_stages(mlp(), key_of(whole), whole, parts)
+    plan = with_program(mlp(), model, model.example(batch), training=training)
+    key = list(plan.graphs)[-1]
     plan.verify()
-    assert plan.schedules[key_of(whole)].micro_batches == {6: (3, 3), 3: (3,), 8: (4, 4), 5: (1,) * 5}[batch], "none is larger than before"
+    assert plan.schedules[key].micro_batches == {6: (3, 3), 3: (3,), 8: (4, 4), 5: (1,) * 5}[batch], "none is larger than before"
     assert [s.name for s in plan.schedules.values()] == ["1f1b", "1f1b" if training else "forward"]
-    wrong = {**plan.schedules, key_of(whole): plan.schedules[plan.first]}
+    wrong = {**plan.schedules, key: plan.schedules[plan.first]}
     with pytest.raises(PlanError, match=r"micro-batches of|forward for evaluation"):
         replace(plan, schedules=wrong).verify()
 
@@ -225,11 +216,10 @@ def test_further_programs_are_cut_where_the_first_one_is(training: bool) -> None
     graphs = micro_graph(model, (torch.ones(8, 8),), 2)
     assert [n.call.op for n in graphs[0].nodes[6:8]] == ["aten.linear", "aten.gelu"]
     plan = staged_plan(model, (torch.ones(8, 8),), TWO, ((0,), (1,)), 2, cuts=[6], graphs=graphs)
-    inputs = (torch.ones(4, 8),)
-    whole = capture(model, inputs, training=training)
-    longer = extend_stages(plan, key_of(whole), whole, lambda n: normalised(capture(model, cut_batch(inputs, n)[0], training=training), whole))
+    longer = with_program(plan, model, (torch.ones(4, 8),), training=training)
     longer.verify()
-    assert [stage.nodes[key_of(whole)][0] for stage in longer.stages] == [0, 6 if training else 4]
+    key = list(longer.graphs)[-1]
+    assert [stage.nodes[key][0] for stage in longer.stages] == [0, 6 if training else 4]
 
 
 def test_a_stage_that_is_only_dropout_has_nothing_to_do_in_evaluation() -> None:
@@ -237,10 +227,9 @@ def test_a_stage_that_is_only_dropout_has_nothing_to_do_in_evaluation() -> None:
     graphs = micro_graph(model, inputs, 2)
     assert [n.call.op for n in graphs[0].nodes[2:3]] == ["aten.dropout"]
     plan = staged_plan(model, inputs, TWO, ((0,), (1,), (0,)), 2, "gpipe", cuts=[2, 3], graphs=graphs)
-    whole = capture(model, inputs, training=False)
-    key = key_of(whole)
-    longer = extend_stages(plan, key, whole, lambda n: normalised(capture(model, cut_batch(inputs, n)[0], training=False), whole))
+    longer = with_program(plan, model, inputs, training=False)
     longer.verify()
+    key = list(longer.graphs)[-1]
     assert [stage.nodes[key] for stage in longer.stages] == [(0, 2), (2, 2), (2, len(longer.graphs[key].nodes))]
     module = Shared().eval()
 

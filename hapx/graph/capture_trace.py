@@ -130,9 +130,9 @@ class _Recorder(TorchFunctionMode):
         if func.__name__ == "__get__":  # a property such as x.shape
             return func(*args, **(kwargs or {}))
         caller = sys._getframe(1)
-        mark = self._mark(caller)
         if func is Tensor.__bool__ and (goes_on := self._passes(caller)) is not None:
             return goes_on
+        mark = self._mark(caller)
         refuse_gradients(func, mark.where)
         if func.__name__ == "_pack_padded_sequence":
             raise CaptureError(

@@ -19,20 +19,15 @@ from torch import Tensor, nn
 
 from hapx.batches import Batches
 from hapx.cluster.spec import ClusterSpec
-from hapx.graph.capture import capture
 from hapx.graph.captures import Captures
 from hapx.inter_op import pipelines
-from hapx.pipelines import extend_stages
 from hapx.plan import Plan
 from hapx.planner import key_of
 from hapx.restriction import AUTO
-from hapx.runtime.micro_batches import cut_batch
 from hapx.setting import Setting
 from hapx.theory.discover import discover
-from hapx.theory.normalise import normalised
 from support.clusters import slow_devices
-from support.equivalence import compare, run_ranks, train_single
-from support.staged import train_staged
+from support.staged import assert_staged, with_program
 
 LENGTH = 5
 QUICK = [2, 8, 67, 84, 206, 363]  # of two stages, interleaved, of unlike periods, with a last layer that is no work, with shared layers
@@ -99,12 +94,6 @@ def planned(seed: int, batch: int, number: int, cluster: ClusterSpec, more: bool
     return [p for p in pipelines(asked, batches.part, (number,), one_stage=False, more=more) if len(p.stages) > 1]
 
 
-def further(plan: Plan, seed: int, batch: int, *, training: bool) -> Plan:
-    model, own = Model(seed), inputs(seed, batch, 0)
-    whole = capture(model, own, training=training)
-    return extend_stages(plan, key_of(whole), whole, lambda n: normalised(capture(model, cut_batch(own, n)[0], training=training), whole))
-
-
 @pytest.mark.parametrize("seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100) if seed not in QUICK)])
 def test_pipelines_train_as_one_device(seed: int) -> None:
     rng = random.Random(seed * 7 + 1)
@@ -121,8 +110,6 @@ def test_pipelines_train_as_one_device(seed: int) -> None:
     steps = partial(inputs, seed, batch)
     for plan in found[:1]:
         plan.verify()
-        expected = train_single(partial(Model, seed), steps, 2, "adamw")
-        for rank, trace in enumerate(run_ranks(plan, partial(train_staged, plan, partial(Model, seed), steps, 2, "adamw"), mode="threads")):
-            compare(trace, expected, f"rank {rank}", 1e-8)
-        further(plan, seed, batch, training=False).verify()
-        further(plan, seed, batch - 2, training=True).verify()
+        assert_staged(partial(Model, seed), steps, plan, steps=2, optimizer="adamw", tolerance=1e-8)
+        with_program(plan, Model(seed), steps(0), training=False).verify()
+        with_program(plan, Model(seed), inputs(seed, batch - 2, 0), training=True).verify()

@@ -16,17 +16,12 @@ from torch import Tensor, nn
 
 from hapx.collectives.messages import Messenger
 from hapx.errors import LaunchError, PlanError
-from hapx.graph.capture import capture
-from hapx.pipelines import extend_stages
 from hapx.plan import Plan
-from hapx.planner import key_of
-from hapx.runtime.micro_batches import cut_batch
 from hapx.runtime.pipeline import Pipeline
-from hapx.theory.normalise import normalised
 from support.equivalence import MAKING, run_ranks
 from support.models import CNN, GPT, MLP
 from support.random_stages import Job, at_blocks, random_stages, train_micro
-from support.staged import pipeline_on
+from support.staged import pipeline_on, with_program
 
 WIDTHS = (6, 8, 8, 3)
 SPLIT = ((0, 1), (2,))
@@ -295,8 +290,7 @@ def with_evaluation(plan: Plan, work: Job, batch: int) -> Plan:
     with MAKING:
         module = work.model().eval()
     inputs = tuple(t[:batch] for t in work.inputs(0))
-    graph = capture(module, inputs, training=False)
-    return extend_stages(plan, key_of(graph), graph, lambda n: normalised(capture(module, cut_batch(inputs, n)[0], training=False), graph))
+    return with_program(plan, module, inputs, training=False)
 
 
 def test_evaluation_leaves_training_as_it_was() -> None:

@@ -16,7 +16,7 @@ from hapx.collectives import Messenger, ProcessGroupCommunicator, ThreadMessenge
 from hapx.collectives.threads import ThreadCommunicator
 from hapx.graph.capture import capture
 from hapx.ir import Graph
-from hapx.pipelines import assemble, plan_piece
+from hapx.pipelines import assemble, extend_stages, plan_piece
 from hapx.plan import Plan
 from hapx.planner import key_of
 from hapx.restriction import AUTO, Restriction
@@ -57,6 +57,16 @@ def staged_plan(
         for i, (nodes, own) in enumerate(zip(pairwise(ends), devices, strict=True))
     ]
     return assemble(pieces, setting, style, {})
+
+
+def with_program(plan: Plan, model: nn.Module, inputs: Sequence[Tensor], *, training: bool) -> Plan:
+    """The plan with a program for other inputs, which is the last of its programs then."""
+    whole = capture(model, tuple(inputs), training=training)
+
+    def part(number: int) -> Graph:
+        return normalised(capture(model, cut_batch(tuple(inputs), number)[0], training=training), whole)
+
+    return extend_stages(plan, key_of(whole), whole, part)
 
 
 def pipeline_on(plan: Plan, model: nn.Module, threads: ThreadCommunicator | None, **options: Any) -> Pipeline:
