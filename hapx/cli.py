@@ -23,6 +23,7 @@ import typer
 from hapx import __version__
 from hapx.errors import HapError
 from hapx.processes import without_collections
+from hapx.warnings import HapWarning
 
 if TYPE_CHECKING:
     from hapx.plan import Plan
@@ -42,7 +43,7 @@ def main() -> None:
     def show_one_line(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
     ) -> None:
-        if category.__module__.startswith("hapx."):
+        if issubclass(category, HapWarning):
             typer.echo(f"hapx: {' '.join(str(message).split())}", err=True)
         else:
             usual(message, category, filename, lineno, file, line)

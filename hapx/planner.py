@@ -9,7 +9,6 @@ Invariant: a candidate's time, memory and program are those of its integer lengt
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -50,6 +49,7 @@ from hapx.synth.search import HOPELESS
 from hapx.theory.derive import derive
 from hapx.theory.discover import discover
 from hapx.theory.triple import Theory
+from hapx.warnings import warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -395,7 +395,7 @@ def plan_module(
     number, in_parts = micro_batches if isinstance(micro_batches, int) else None, may_have_stages(rule, cluster)
     if number is not None and number > 1 and not in_parts:
         one = "one device" if cluster.num_devices == 1 else f"strategy {rule.name!r}" if rule.max_stages == 1 else "a given mesh or given ratios"
-        warnings.warn(f"micro_batches={number} has no effect: {one} means one stage, which runs the whole batch at once", stacklevel=2)
+        warn(f"micro_batches={number} has no effect: {one} means one stage, which runs the whole batch at once")
     batches = Batches(captures, graph, number, in_parts=in_parts)
     asked = Setting(graph, key_of(graph, autocast), cluster, rule, precision or "fp32", optimizer, progress=progress)
 

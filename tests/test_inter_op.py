@@ -34,6 +34,7 @@ from hapx.stages.plain import pipeline_by_hand
 from hapx.stages.submeshes import ordered, shape_of
 from hapx.states import Sharded
 from hapx.theory.normalise import MixedSamplesWarning
+from hapx.warnings import HapWarning
 from support.asking import MODEL, SLOW, asker
 from support.clusters import ONE, TWO, slow_devices
 from support.models import MLP
@@ -171,9 +172,9 @@ def test_the_number_of_micro_batches_may_be_given() -> None:
     with pytest.raises(HapError, match="micro_batches=3; allowed: a divisor of the batch of 16"):
         hapx.plan(model, SLOW, model.example(16), micro_batches=3)
     assert numbers_of_micro_batches(16, SLOW) == (16, 8)
-    with pytest.warns(UserWarning, match="micro_batches=2 has no effect: strategy 'dp-even' means one stage"):
+    with pytest.warns(HapWarning, match="micro_batches=2 has no effect: strategy 'dp-even' means one stage"):
         assert len(hapx.plan(model, SLOW, model.example(16), micro_batches=2, strategy="dp-even").stages) == 1
-    with pytest.warns(UserWarning, match="micro_batches=2 has no effect: one device"):
+    with pytest.warns(HapWarning, match="micro_batches=2 has no effect: one device"):
         assert len(hapx.plan(model, ONE, model.example(16), micro_batches=2).stages) == 1
     assert numbers_of_micro_batches(1, SLOW) == ()
 

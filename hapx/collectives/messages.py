@@ -14,7 +14,6 @@ would wait for ever. So what runs for the first time sends its messages `over_ho
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +29,7 @@ from hapx.collectives.lost import lost_rank
 from hapx.collectives.mailbox import Lane, Mailbox
 from hapx.collectives.threads import ThreadCommunicator
 from hapx.errors import LaunchError
+from hapx.warnings import warn
 
 OTHER_STREAMS = 5  # computing, and the collectives of a stage along two axes, both of them, and of all devices
 QUEUES_BY_DEFAULT, MOST_QUEUES = 8, 32  # CUDA C++ Programming Guide, environment variables
@@ -175,7 +175,7 @@ def check_queues(lanes: Iterable[Lane]) -> None:
             allowed=f"CUDA_DEVICE_MAX_CONNECTIONS={min(wanted, MOST_QUEUES)} to {MOST_QUEUES}",
             hint=f"import hapx before CUDA starts, or set CUDA_DEVICE_MAX_CONNECTIONS={MOST_QUEUES} in the environment",
         )
-    warnings.warn(f"{what}: should training hang, plan with fewer stages or on fewer devices", RuntimeWarning, stacklevel=2)
+    warn(f"{what}: should training hang, plan with fewer stages or on fewer devices")
 
 
 class _Done:

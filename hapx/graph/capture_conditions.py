@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,11 +19,12 @@ from torch import Tensor, nn
 from hapx.errors import PlanError
 from hapx.graph.capture_inputs import Inputs
 from hapx.plan import ProgramKey
+from hapx.warnings import HapWarning, warn
 
 Conditions = dict[str, Any]
 
 
-class UnreadAttributeWarning(UserWarning):
+class UnreadAttributeWarning(HapWarning):
     """An attribute of the model that changes often, without effect, is not looked at any more."""
 
 
@@ -164,10 +164,10 @@ class Seen:
                     continue
                 self._unread[name] += 1
                 if self._unread[name] == ENOUGH:
-                    warnings.warn(
+                    warn(
                         f"{name} changed {ENOUGH} times without changing what the model computes; it is not looked at any more",
-                        UnreadAttributeWarning, stacklevel=2,
-                    )  # fmt: skip
+                        UnreadAttributeWarning,
+                    )
         self._known[key], self._last = [*known[1 - 2 * ENOUGH :], now], now
 
     def says(self, key: ProgramKey, now: Conditions) -> str:

@@ -12,11 +12,13 @@ import dis
 from functools import cache
 from types import CodeType, FrameType
 
+from hapx.warnings import HapWarning
+
 # beginnings of instructions that do something else than make an error
 OTHERS = ("JUMP", "POP_JUMP", "RETURN", "YIELD", "STORE", "DELETE", "FOR_ITER", "SEND", "IMPORT", "RERAISE", "END_")
 
 
-class CheckLeftOutWarning(UserWarning):
+class CheckLeftOutWarning(HapWarning):
     """A check of the model's that looks at values is not made in the captured program."""
 
 

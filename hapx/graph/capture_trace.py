@@ -18,7 +18,6 @@ import os
 import random
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ from hapx.graph.capture_state import Changes, same_module, write_assigned_buffer
 from hapx.graph.quiet import quiet
 from hapx.graph.regions import Mark
 from hapx.ir import Container
+from hapx.warnings import warn
 
 MARK = "hapx"  # key of the mark among a node's annotations
 
@@ -245,7 +245,7 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
                     hint="keep such state in a registered buffer, or outside forward",
                 )
     for where in seen.left_out:
-        warnings.warn(f"a check of values is not part of the captured program: {where}", CheckLeftOutWarning, stacklevel=3)
+        warn(f"a check of values is not part of the captured program: {where}", CheckLeftOutWarning)
     return Trace(program, "module.", seen.places, seen.container, device)
 
 

@@ -8,7 +8,6 @@ communications are not listed: see `hapx.theory.conversion`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -23,12 +22,13 @@ from hapx.theory.grains import Grains, find_grains, operands
 from hapx.theory.registry import Rule, Site, lookup
 from hapx.theory.triple import Theory
 from hapx.theory.triples import Names, NodeTriples, Shape, Shapes, body
+from hapx.warnings import HapWarning, warn
 
 # what is there, in a placement that is chosen, before a program begins
 STORED = (Kind.PARAMETER, Kind.BUFFER, Kind.RECEIVED)
 
 
-class ReplicatedOperatorWarning(UserWarning):
+class ReplicatedOperatorWarning(HapWarning):
     """An operator without an entry runs whole on every device."""
 
 
@@ -80,10 +80,9 @@ def check_operators(graph: Graph) -> None:
     for target, i in replicated.items():
         node = graph.nodes[i]
         why = f" ({notes[i]})" if notes.get(i) else ""
-        warnings.warn(
+        warn(
             f"{target} has no rule{why}: it runs whole on every device (in {node.module or 'model'}, {node.source})",
             ReplicatedOperatorWarning,
-            stacklevel=3,
         )
 
 

@@ -7,7 +7,6 @@ rules again, in a process that may be another. Torch is loaded only where there 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,9 +15,10 @@ from hapx.ir import Graph, Node, TensorRef
 from hapx.rules import Probed, Rule, Site
 from hapx.theory.grains import operands
 from hapx.theory.registry import lookup
+from hapx.warnings import HapWarning, warn
 
 
-class ProbedOperatorWarning(UserWarning):
+class ProbedOperatorWarning(HapWarning):
     """An operator without an entry has rules that were found by execution: tried, not known."""
 
 
@@ -72,7 +72,7 @@ def _probe(graph: Graph, nodes: tuple[int, ...]) -> Probed:
     if not found.rules:
         return Probed(target, nodes, (), "no way to split it held in every trial")
     told = "; ".join(map(str, found.rules))
-    warnings.warn(f"{target} has no entry; by execution it has the rules {told} (in {place(node)})", ProbedOperatorWarning, stacklevel=4)
+    warn(f"{target} has no entry; by execution it has the rules {told} (in {place(node)})", ProbedOperatorWarning)
     return Probed(target, nodes, found.rules)
 
 

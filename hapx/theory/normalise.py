@@ -23,7 +23,6 @@ computed before (10), and both to terms that are divided by n because they mix s
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 
 from hapx.errors import PlanError
@@ -36,6 +35,7 @@ from hapx.theory.grains import Grains, find_grains
 from hapx.theory.micro_calls import Cutting, PartCall, Way, without_size
 from hapx.theory.ops.losses import SUM
 from hapx.theory.rewriting import Rewriting
+from hapx.warnings import HapWarning, warn
 
 SHARED, COUNTED, MIXED = 1, 10, 1000
 MAX_COUNTED = 1 << 20  # elements of a value that is computed from the whole batch before
@@ -43,7 +43,7 @@ FILLS = frozenset(f"aten.{name}" for name in ("zeros", "ones", "full", "new_zero
 NONE = 0
 
 
-class MixedSamplesWarning(UserWarning):
+class MixedSamplesWarning(HapWarning):
     """An operator mixes the samples of a batch: with micro-batches it sees only those of one."""
 
 
@@ -76,11 +76,10 @@ def warn_of_mixing(graph: Graph) -> None:
     if micro is None or not micro.mixing:
         return
     named = "; ".join(f"{target} ({source})" for target, source in micro.mixing)
-    warnings.warn(
+    warn(
         f"samples are mixed by {named}: with {micro.number} micro-batches training equals one device that runs the same micro-batches, "
         "not the whole batch at once",
         MixedSamplesWarning,
-        stacklevel=2,
     )
 
 

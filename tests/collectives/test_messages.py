@@ -12,6 +12,7 @@ import torch
 from hapx.collectives import Messenger, ThreadMessenger, create_messenger, run_threads
 from hapx.collectives.messages import check_queues
 from hapx.errors import LaunchError
+from hapx.warnings import HapWarning
 from support.pool import Pool, RankError, pool
 
 DTYPES = (
@@ -113,7 +114,7 @@ def test_enough_queues_are_not_spoken_of(monkeypatch: pytest.MonkeyPatch) -> Non
     check_queues([])
     check_queues([(0, 0, channel) for channel in range(40)])  # messages to oneself need none
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    with pytest.warns(RuntimeWarning, match="45 streams"):
+    with pytest.warns(HapWarning, match="45 streams"):
         check_queues([(0, 1, channel) for channel in range(40)])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -77,6 +79,14 @@ def test_what_only_raises_is_left_out(loss: Loss) -> None:
     with pytest.warns(CheckLeftOutWarning, match=r"a check of values is not part of the captured program: .*\.py:\d+: (if|assert)"):
         graph = capture(Model(loss), inputs(0))
     assert {node.call.op for node in graph.nodes} <= {"aten.linear", "aten.mul", "aten.cross_entropy_loss"}
+
+
+def test_the_warning_is_of_the_users_line_and_once() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        plan_module(Model(too_large), THREE, inputs(0))  # which captures more than once
+    assert [(w.category, w.filename) for w in said] == [(CheckLeftOutWarning, __file__)]
+    assert linecache.getline(__file__, said[0].lineno).strip().startswith("plan_module(Model(too_large)")
 
 
 @pytest.mark.filterwarnings("ignore::hapx.graph.capture_raises.CheckLeftOutWarning")
