@@ -33,7 +33,7 @@ def _passes(code: CodeType, offset: int) -> bool | None:
     instructions = list(bytecode)
     place = {instruction.offset: k for k, instruction in enumerate(instructions)}
     at = place.get(offset)
-    if at is not None and instructions[at].opname == "TO_BOOL":  # Python 3.13
+    if at is not None and (instructions[at].opname == "TO_BOOL" or instructions[at].argrepr.startswith("bool(")):  # Python 3.13
         at += 1
     if at is None or at + 1 >= len(instructions):
         return None
