@@ -1,19 +1,24 @@
 """Calls of torch.autograd.Functions while a model is captured: tracing would go through their forward and lose their backward, without a word.
 
 In: the user's calls. Out: calls of operators that have both (`hapx.functions`); or, where one cannot be made, the reason.
+
+`apply` is a method of torch's own (in C++ from torch 2.14 on), which the user's code may have taken before (`swish = Swish.apply`). Whatever it
+is, it first makes a context, then calls `forward`. So the context's constructor is where a call is seen, and for that one call `forward` is another.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, _SingleLevelFunction
+from torch.autograd.function import BackwardCFunction, Function, _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hapx.functions import kinds_of, lies_open, operator_of, run
@@ -26,36 +31,97 @@ _capturing = 0  # threads
 
 
 @contextmanager
-def functions_as_operators(device: str) -> Iterator[None]:
-    """Inside, this thread calls operators instead."""
+def functions_as_operators(device: str, recorder: TorchFunctionMode, refuse: Callable[[str, str], None]) -> Iterator[None]:
+    """Inside, this thread calls operators instead. recorder: of calls, which does not look into operators. refuse: gets the name of what cannot be
+    one, and why; then it runs as it is."""
     global _capturing
     with _lock:
         _capturing += 1
-        _SingleLevelFunction.apply = classmethod(_applied)
-    _here.device = device
+        BackwardCFunction.__init__ = _begun  # type: ignore[method-assign]
+    calls: list[_Call] = []
+    _here.device, _here.recorder, _here.refuse, _here.calls = device, recorder, refuse, calls
     try:
         yield
     finally:
-        del _here.device
+        del _here.device, _here.recorder, _here.refuse, _here.calls
+        for call in reversed(calls):  # what an error has ended
+            call.give_back("forward")
+            call.give_back("setup_context")
         with _lock:
             _capturing -= 1
             if not _capturing:
-                del _SingleLevelFunction.apply
+                del BackwardCFunction.__init__
 
 
-def _applied(cls: type[Function], *args: Any) -> Any:
-    if not hasattr(_here, "device"):
-        return run(cls, args)
-    kinds, outputs = kinds_of(args), 0
-    why = _reason(cls, kinds)
-    if not why:
-        outputs, why = _outputs(cls, args)
-    if why or kinds is None:
-        return run(cls, args)  # whose first operator tells `why`, which capture reads from this frame
-    return operator_of(cls, kinds, outputs)(*(a for a in args if a is not None))
+def _begun(context: BackwardCFunction) -> None:
+    """The constructor of a call's context."""
+    if not hasattr(_here, "device") or sys._getframe(1).f_code is run.__code__ or torch._C._are_functorch_transforms_active():
+        return
+    if _here.recorder in _get_current_function_mode_stack():  # else it is a part of an operator
+        _here.calls.append(_Call(context._forward_cls))  # type: ignore[attr-defined]
 
 
-APPLIED = _applied.__code__
+class _Call:
+    """One call, which runs an operator instead of the class's own `forward`. Other threads that call the class meanwhile get its own."""
+
+    def __init__(self, function: type[Function]):
+        self.function, self.thread = function, threading.get_ident()
+        self.gradients = torch.is_grad_enabled()  # which `apply` turns off before it calls `forward`
+        self.apart = function.setup_context is not _SingleLevelFunction.setup_context  # `forward` has no context
+        self.usual = function.forward, function.setup_context
+        self.own = {name: function.__dict__.get(name) for name in ("forward", "setup_context")}
+        self.runs_operator = False
+        function.forward = staticmethod(self.forward)  # type: ignore[method-assign]
+        if self.apart:
+            function.setup_context = staticmethod(self.setup_context)  # type: ignore[method-assign]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward, _ = self.usual
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        self.give_back("forward")
+        given = args if self.apart else args[1:]
+        kinds, outputs = kinds_of(given), 0
+        why = _reason(self.function, kinds) if not kwargs else "it has arguments by name"
+        if not why:
+            outputs, why = _outputs(self.function, given)
+        if why or kinds is None:
+            _here.refuse(self.function.__name__, why)
+            return forward(*args, **kwargs)
+        self.runs_operator = True
+        with _gradients(self.gradients):
+            return operator_of(self.function, kinds, outputs)(*(a for a in given if a is not None))
+
+    def setup_context(self, context: Any, inputs: Any, output: Any) -> None:
+        if threading.get_ident() == self.thread:
+            self.give_back("setup_context")
+            if self.runs_operator:  # which makes its own
+                return
+        _, setup_context = self.usual
+        setup_context(context, inputs, output)
+
+    def give_back(self, name: str) -> None:
+        """What the class has itself, or inherits; once."""
+        if name not in self.own:
+            return
+        own = self.own.pop(name)
+        if own is not None:
+            setattr(self.function, name, own)
+        elif name in self.function.__dict__:
+            delattr(self.function, name)
+
+
+@contextmanager
+def _gradients(enabled: bool) -> Iterator[None]:
+    """With gradients or without, which the exporter does not see: nor did it see `apply`."""
+    before = torch.is_grad_enabled()
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(enabled)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(before)
 
 
 def _reason(cls: type[Function], kinds: str | None) -> str:

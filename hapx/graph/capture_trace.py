@@ -35,7 +35,7 @@ from hapx import functions
 from hapx.errors import CaptureError, HapError
 from hapx.graph.capture_boundaries import mark_layer_boundary
 from hapx.graph.capture_checks import ONE_ROW, STAND_INS, InOneRow, unvalidated
-from hapx.graph.capture_functions import APPLIED, LOST, functions_as_operators
+from hapx.graph.capture_functions import functions_as_operators
 from hapx.graph.capture_inputs import Inputs
 from hapx.graph.capture_outputs import container_of, split_output
 from hapx.graph.capture_raises import CheckLeftOutWarning, passes
@@ -52,7 +52,6 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OPERATORS = os.path.abspath(functions.__file__)  # of the user's functions
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
-_FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 
 
 @dataclass
@@ -92,7 +91,8 @@ class _Traced(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         changes = self.seen.changes = Changes()
         world = World(user_functions(self.module, self._loss_fn[0]), type(self.module).__name__)
-        with same_module(self.module, changes), _Recorder(_Traced._call.__code__, self._device, self.seen), functions_as_operators(self._device.type):
+        recorder = _Recorder(_Traced._call.__code__, self._device, self.seen)
+        with same_module(self.module, changes), recorder, functions_as_operators(self._device.type, recorder, recorder.refuse):
             outputs = self._call(tensors)
             write_assigned_buffers(self.module, changes)
         world.check()
@@ -168,26 +168,15 @@ class _Recorder(TorchFunctionMode):
     def _mark(self, frame: FrameType | None) -> Mark:
         user: FrameType | None = None
         checkpoint: FrameType | None = None
-        function: FrameType | None = None
-        why: str | None = None  # of the call that the next frame outwards is of
-        reason = ""
         while frame is not None and frame.f_code is not self._root:
             file, name = frame.f_code.co_filename, frame.f_code.co_name
-            if frame.f_code is APPLIED:
-                why = frame.f_locals.get("why", "")
-            elif file == _CHECKPOINT and name == "checkpoint":
+            if file == _CHECKPOINT and name == "checkpoint":
                 checkpoint = frame
-            elif file == _FUNCTION and name == "apply":
-                if why != "":  # no operator
-                    function, reason = frame, why or ""
-                why = None
             elif user is None and not _internal(file):
                 user = frame
             frame = frame.f_back
         file, line, code = _place(user.f_code.co_filename, user.f_lineno) if user else ("", 0, "")
         mark = Mark(file, line, code, self._number(checkpoint), torch.is_grad_enabled(), self._autocast(), self._layer)
-        if function is not None:
-            self._refuse(function, checkpoint, mark, reason)
         if is_inside_functorch_grad():
             raise CaptureError("a gradient of torch.func cannot be captured", where=mark.where, hint="write the gradient as operators")
         return mark
@@ -200,17 +189,17 @@ class _Recorder(TorchFunctionMode):
             return None
         return str(torch.get_autocast_dtype(self._device)).removeprefix("torch.")
 
-    def _refuse(self, function: FrameType, checkpoint: FrameType | None, mark: Mark, reason: str) -> None:
-        """Tracing goes through the forward of an autograd.Function and loses its backward, without a word."""
-        name = getattr(function.f_locals.get("cls"), "__name__", "Function")
-        if checkpoint is not None and name == "_NoopSaveInputs":  # how torch before 2.13 starts a non-reentrant checkpoint
+    def refuse(self, name: str, why: str) -> None:
+        """Of a torch.autograd.Function that is called now: tracing goes through its forward and loses its backward, without a word."""
+        mark = self._mark(sys._getframe(1))
+        if mark.checkpoint is not None and name == "_NoopSaveInputs":  # how torch before 2.13 starts a non-reentrant checkpoint
             return
-        if checkpoint is not None and name == "CheckpointFunction":
+        if mark.checkpoint is not None and name == "CheckpointFunction":
             raise CaptureError(
                 "a reentrant checkpoint cannot be captured: its gradients would be lost", where=mark.where, hint="pass use_reentrant=False"
             )
         raise CaptureError(
-            f"the torch.autograd.Function {name} cannot be captured: {reason or LOST}",
+            f"the torch.autograd.Function {name} cannot be captured: {why}",
             where=mark.where,
             hint="write it with torch operators, or as a torch.library.custom_op with register_autograd",
         )

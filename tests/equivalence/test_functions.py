@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 
 from hapx.errors import CaptureError, PlanError
 from hapx.functions import NAMESPACE
@@ -29,8 +30,10 @@ from support import functions
 from support.cases import MESHES
 from support.clusters import FOUR
 from support.equivalence import assert_equivalent
-from support.functions import Net, Projected, Swish, inputs
+from support.functions import Net, Projected, Reversed, Rounded, Swish, inputs
 from support.random_programs import Taste, random_plan
+
+CLASSES = Swish, Rounded, Projected, Reversed
 
 
 @cache
@@ -114,6 +117,37 @@ class Named(Function):
         return x * len(names)
 
 
+class Apart(Function):
+    """Its context is set up apart."""
+
+    @staticmethod
+    def forward(x: Tensor, names: dict[str, int]) -> Tensor:
+        return x * len(names)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.names = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * len(ctx.names), None
+
+
+def unchanged() -> type[Function]:
+    class Unchanged(Function):
+        """Of forward there is no operator."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return -g
+
+    return Unchanged
+
+
 def local() -> type[Function]:
     class Local(Function):
         @staticmethod
@@ -125,7 +159,8 @@ def local() -> type[Function]:
 
 REFUSED = {
     "draws random numbers": (Drawing, ()), "writes into its operands": (Writing, ()), "forward says": (Looking, ()),
-    "arguments are not": (Named, ({},)), "not at the level of a module": (local(), ()),
+    "arguments are not": (Named, ({},)), "arguments are not tensors": (Apart, ({"a": 1, "b": 2},)),
+    "not at the level of a module": (local(), ()), "where other processes find it": (unchanged(), ()),
 }  # fmt: skip
 
 
@@ -142,10 +177,49 @@ class Using(nn.Module):
 @pytest.mark.parametrize("why", REFUSED)
 def test_refused(why: str) -> None:
     function, more = REFUSED[why]
+    before = dict(vars(function))
     with pytest.raises(CaptureError, match=why) as caught:
         capture(Using(function, more), (torch.randn(5, 4),))
     assert function.__name__ in str(caught.value) and "test_functions.py" in str(caught.value)
-    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)  # nothing stays
+    assert vars(function) == before and "__init__" not in vars(BackwardCFunction)  # nothing stays
+
+
+def test_what_was_refused_runs_as_ever() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(CaptureError, match="arguments are not"):
+        capture(Using(*REFUSED["arguments are not tensors"]), (torch.randn(5, 4),))
+    Apart.apply(x, {"a": 1, "b": 2}).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_classes_stay_as_they_are() -> None:
+    class Inherits(Swish):
+        pass
+
+    before = [dict(vars(function)) for function in (*CLASSES, Inherits)]
+    capture(Net(), inputs(0))
+    with pytest.raises(CaptureError, match="not at the level"):
+        capture(Using(Inherits, ()), (torch.randn(5, 4),))
+    assert [dict(vars(function)) for function in (*CLASSES, Inherits)] == before
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_gradients_are_as_around_the_call(gradients: bool) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            with torch.set_grad_enabled(gradients):
+                swish = Swish.apply(h)
+            return (h * swish).mean()
+
+    found = capture(Around(), (torch.randn(5, 4),))
+    (own,) = [node for node in found.nodes if node.call.target.startswith(NAMESPACE)]
+    (after,) = [node for node in found.nodes if node.call.op == "aten.mul"]
+    assert own.outputs[0].requires_grad is gradients and after.outputs[0].requires_grad
 
 
 def test_refused_under_autocast() -> None:
