@@ -15,7 +15,7 @@ _NOTHING = """
     hinge_embedding_loss margin_ranking_loss triplet_margin_loss special_ndtr
 """
 _SELF = "elu hardtanh threshold angle"
-_OUT = "exp2 expm1 tan special_ndtri polar linalg_cholesky cholesky inverse linalg_inv linalg_svdvals linalg_eigvalsh"
+_OUT = "exp2 expm1 tan special_ndtri polar linalg_cholesky inverse linalg_inv linalg_svdvals linalg_eigvalsh"
 _SELF_AND_OUT = """
     sgn special_erfcx special_log_ndtr special_i0e special_i1 special_i1e amax amin prod logsumexp std std_mean norm frobenius_norm
     linalg_vector_norm linalg_norm linalg_matrix_norm copysign cumprod logcumsumexp max min median nanmedian

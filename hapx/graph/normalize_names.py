@@ -19,9 +19,9 @@ _SAME = """
     special_digamma digamma, special_psi digamma, special_polygamma polygamma, special_multigammaln mvlgamma, special_logit logit,
     special_i0 i0, special_round round, special_xlogy xlogy, special_softmax softmax, special_log_softmax log_softmax,
     special_logsumexp logsumexp, swapdims transpose, moveaxis movedim, unsafe_split split, unsafe_chunk chunk,
-    unsafe_split_with_sizes split_with_sizes
+    unsafe_split_with_sizes split_with_sizes, cholesky linalg_cholesky
 """
-_OTHER = dict(pair.split() for pair in _SAME.split(","))
+OTHER = dict(pair.split() for pair in _SAME.split(","))
 
 
 def types(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
@@ -44,6 +44,6 @@ def _only_types(op: torch._ops.OpOverload) -> list[str]:
 def canonical(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     """The overload that `op` is by another name, or `op` itself."""
     namespace, _, name = op._schema.name.partition("::")
-    if namespace != "aten" or name not in _OTHER:
+    if namespace != "aten" or name not in OTHER:
         return op
-    return with_types(getattr(torch.ops.aten, _OTHER[name]), op) or op
+    return with_types(getattr(torch.ops.aten, OTHER[name]), op) or op

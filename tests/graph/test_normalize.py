@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hapx.errors import CaptureError, HapError, UnsupportedOperatorError
 from hapx.graph.capture import capture
+from hapx.graph.normalize_names import OTHER, canonical
 from hapx.ir import Graph, Kind, TorchConst
 from support.interpret import run_module
 
@@ -278,6 +279,17 @@ def test_operators_have_one_name() -> None:
     expected += " gt.Scalar le.Scalar ne.Tensor bitwise_and.Tensor bitwise_or.Tensor softmax.int trunc.default round.decimals"
     assert {f"aten.{name}" for name in expected.split()} <= found
     assert not any(name in target for target in found for name in ("special", "absolute", "multiply", "subtract", "clip", "greater"))
+
+
+def test_every_other_name_is_one_of_torch() -> None:
+    gone = {"cholesky"}  # from torch 2.14 on
+    for name, other in OTHER.items():
+        assert hasattr(torch.ops.aten, name) or name in gone, name
+        assert hasattr(torch.ops.aten, other), other
+    packets = [getattr(torch.ops.aten, name) for name in OTHER if hasattr(torch.ops.aten, name)]
+    for packet in packets:
+        found = {canonical(getattr(packet, overload))._schema.name for overload in packet.overloads()}
+        assert f"aten::{OTHER[packet.__name__]}" in found, packet
 
 
 def test_aliases_are_written_as_what_they_are() -> None:

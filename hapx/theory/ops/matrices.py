@@ -19,7 +19,7 @@ def _of_matrix(results: str) -> Callable[[Context], str]:
 
 
 op(
-    "aten.linalg_cholesky aten.cholesky aten.cholesky_inverse aten.linalg_inv aten.inverse aten.linalg_matrix_exp aten.matrix_exp"
+    "aten.linalg_cholesky aten.cholesky_inverse aten.linalg_inv aten.inverse aten.linalg_matrix_exp aten.matrix_exp"
     " aten.linalg_matrix_power aten.matrix_power",
     _of_matrix("* N M"),
 )

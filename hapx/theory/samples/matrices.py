@@ -13,7 +13,7 @@ def definite(*shape: int) -> Draw:
 
 
 def matrices() -> Iterator[Sample]:
-    for name in words("linalg_cholesky cholesky cholesky_inverse inverse linalg_matrix_exp matrix_exp det logdet pinverse"):
+    for name in words("linalg_cholesky cholesky_inverse inverse linalg_matrix_exp matrix_exp det logdet pinverse"):
         yield sample(name, self=definite(4, 3, 3))
     for name in words("linalg_matrix_power matrix_power"):
         yield sample(name, self=definite(4, 3, 3), n=2)
