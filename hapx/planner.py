@@ -428,7 +428,7 @@ def extend(plan: Plan, graph: Graph, key: ProgramKey) -> Plan:
     graph = discover(graph)
     graph = replace(graph, segment_of=carried(plan.graphs[plan.first], graph))
     stage = plan.stages[0]
-    given = {name: storage.copies[0].placement for storage in plan.storage for name in (storage.name,)}
+    given = {storage.name: storage.copies[0].placement for storage in plan.storage}
     counters = Counters()
     rule = replace(plan.restriction, storage="auto") if plan.restriction.storage == "as-used" else plan.restriction
     if chosen_blocks(plan.graphs[plan.first]):

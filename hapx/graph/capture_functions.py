@@ -26,31 +26,22 @@ from hapx.functions import kinds_of, lies_open, operator_of, run
 LOST = "its backward would be lost"
 
 _here = threading.local()  # `device`: the kind of device for which this thread captures
-_lock = threading.Lock()
-_capturing = 0  # threads
 
 
 @contextmanager
 def functions_as_operators(device: str, recorder: TorchFunctionMode, refuse: Callable[[str, str], None]) -> Iterator[None]:
-    """Inside, this thread calls operators instead. recorder: of calls, which does not look into operators. refuse: gets the name of what cannot be
-    one, and why; then it runs as it is."""
-    global _capturing
-    with _lock:
-        _capturing += 1
-        BackwardCFunction.__init__ = _begun  # type: ignore[method-assign]
+    """Inside, this thread calls operators instead; one thread at a time. recorder: of calls, which does not look into operators. refuse: gets the
+    name of what cannot be one, and why; then it runs as it is."""
     calls: list[_Call] = []
     _here.device, _here.recorder, _here.refuse, _here.calls = device, recorder, refuse, calls
+    BackwardCFunction.__init__ = _begun  # type: ignore[method-assign]
     try:
         yield
     finally:
+        del BackwardCFunction.__init__
         del _here.device, _here.recorder, _here.refuse, _here.calls
-        for call in reversed(calls):  # what an error has ended
-            call.give_back("forward")
-            call.give_back("setup_context")
-        with _lock:
-            _capturing -= 1
-            if not _capturing:
-                del BackwardCFunction.__init__
+        for call in reversed(calls):
+            call.give_back(*call.own)  # where an error has ended it
 
 
 def _begun(context: BackwardCFunction) -> None:
@@ -65,19 +56,19 @@ class _Call:
     """One call, which runs an operator instead of the class's own `forward`. Other threads that call the class meanwhile get its own."""
 
     def __init__(self, function: type[Function]):
-        self.function, self.thread = function, threading.get_ident()
+        self.function = function
         self.gradients = torch.is_grad_enabled()  # which `apply` turns off before it calls `forward`
         self.apart = function.setup_context is not _SingleLevelFunction.setup_context  # `forward` has no context
         self.usual = function.forward, function.setup_context
-        self.own = {name: function.__dict__.get(name) for name in ("forward", "setup_context")}
         self.runs_operator = False
-        function.forward = staticmethod(self.forward)  # type: ignore[method-assign]
-        if self.apart:
-            function.setup_context = staticmethod(self.setup_context)  # type: ignore[method-assign]
+        others = {"forward": self.forward, "setup_context": self.setup_context} if self.apart else {"forward": self.forward}
+        self.own = {name: vars(function).get(name) for name in others}  # None: inherited
+        for name, other in others.items():
+            setattr(function, name, staticmethod(other))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward, _ = self.usual
-        if threading.get_ident() != self.thread:
+        if not hasattr(_here, "device"):
             return forward(*args, **kwargs)
         self.give_back("forward")
         given = args if self.apart else args[1:]
@@ -93,22 +84,21 @@ class _Call:
             return operator_of(self.function, kinds, outputs)(*(a for a in given if a is not None))
 
     def setup_context(self, context: Any, inputs: Any, output: Any) -> None:
-        if threading.get_ident() == self.thread:
+        if hasattr(_here, "device"):
             self.give_back("setup_context")
             if self.runs_operator:  # which makes its own
                 return
         _, setup_context = self.usual
         setup_context(context, inputs, output)
 
-    def give_back(self, name: str) -> None:
-        """What the class has itself, or inherits; once."""
-        if name not in self.own:
-            return
-        own = self.own.pop(name)
-        if own is not None:
-            setattr(self.function, name, own)
-        elif name in self.function.__dict__:
-            delattr(self.function, name)
+    def give_back(self, *names: str) -> None:
+        """Its own methods to the class."""
+        for name in names:
+            own = self.own.pop(name)
+            if own is not None:
+                setattr(self.function, name, own)
+            else:
+                delattr(self.function, name)
 
 
 @contextmanager

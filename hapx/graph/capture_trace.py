@@ -17,6 +17,7 @@ import linecache
 import os
 import random
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -52,6 +53,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OPERATORS = os.path.abspath(functions.__file__)  # of the user's functions
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
+_TRACING = threading.RLock()  # of the one thread that traces: the exporter allows no other, and what is changed of torch is every thread's
 
 
 @dataclass
@@ -218,7 +220,7 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
 
     A forward that sets attributes when it is called first (hooks that it installs, tables that it notes) is traced as it is from then on, if
     that is the same computation. One that goes on changing them is refused."""
-    with _quiet(), _same_generators(device), same_module(module), _mode(module, training), torch.enable_grad(), preserve_node_meta(), unvalidated():
+    with _TRACING, _quiet(), _same_generators(device), same_module(module), _mode(module, training), _contexts():
         with _off_meta(module, device) as device:
             twins = inputs.empty_twins(device)
         program, seen = _export(module, inputs, twins, device, loss_fn)
@@ -259,6 +261,13 @@ def _export(
 def _text(program: ExportedProgram) -> list[str]:
     """All graphs of a program as text: equal for equal computations."""
     return [str(m.graph) for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+
+
+@contextmanager
+def _contexts() -> Iterator[None]:
+    """Of torch: gradients, notes on nodes, and distributions that do not look at values."""
+    with torch.enable_grad(), preserve_node_meta(), unvalidated():
+        yield
 
 
 @contextmanager

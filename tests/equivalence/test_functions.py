@@ -222,6 +222,24 @@ def test_gradients_are_as_around_the_call(gradients: bool) -> None:
     assert own.outputs[0].requires_grad is gradients and after.outputs[0].requires_grad
 
 
+AT_ONCE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from hapx.graph.capture import capture
+from support.functions import Net, inputs
+sys.setswitchinterval(1e-6)
+with ThreadPoolExecutor(4) as pool:
+    for graph in pool.map(lambda _: capture(Net(), inputs(0)), range(12)):
+        print(sum(node.call.target.startswith("hapx_functions") for node in graph.nodes), end="")
+"""
+
+
+def test_threads_that_capture_at_once_have_all_operators() -> None:
+    tests = str(Path(__file__).parents[1])
+    said = subprocess.run([sys.executable, "-c", AT_ONCE], env={"PYTHONPATH": tests}, capture_output=True, text=True, timeout=120)
+    assert said.stdout == 12 * "4", said.stderr
+
+
 def test_refused_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="may cast under autocast"):
         capture(Net(), inputs(0))
