@@ -15,6 +15,8 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -39,7 +41,8 @@ GRADIENTS: Mapping[str, str] = {
     "backward": "calls backward",
     "grad": "computes a gradient",
 }
-INSTALLED = tuple({sysconfig.get_path(k) + os.sep for k in ("stdlib", "platstdlib", "purelib", "platlib")} | {"<"})
+STANDARD = tuple({sysconfig.get_path(k) + os.sep for k in ("stdlib", "platstdlib")} | {os.path.dirname(torch.__file__) + os.sep, "<"})
+INSTALLED = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
 PLAIN = (bool, int, float, str, tuple, list, dict, set, type(None))
 
 
@@ -183,10 +186,22 @@ def user_functions(
             continue
         seen.add(id(function))
         pending.append(getattr(function, "__wrapped__", None))
-        if function.__code__.co_filename.startswith(INSTALLED):
+        if _is_installed(function.__code__.co_filename):
             continue
         yield function
         pending += [function.__globals__.get(n) for n in names(function.__code__)]
+        pending += [value for _, _, value in _outer(function)]
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is Python's, PyTorch's, or of a package that was installed: for this environment, the one below, the user or a folder."""
+    return file.startswith(STANDARD) or any(part in file for part in INSTALLED) or file.startswith(_targets(tuple(sys.path)))
+
+
+@lru_cache(maxsize=4)
+def _targets(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Folders of the path into which an installer wrote packages (`pip install --target`): it leaves their metadata beside them."""
+    return tuple(folder.rstrip(os.sep) + os.sep for folder in path if folder and any(Path(folder).glob("*.dist-info")))
 
 
 @dataclass

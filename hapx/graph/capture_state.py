@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hapx.errors import CaptureError
+
 # attributes that torch's own modules derive from their parameters, which the exporter exchanges: put back, but no state of the model
 _DERIVED = ((nn.RNNBase, frozenset({"_flat_weights", "_flat_weight_refs"})),)
 
@@ -81,14 +83,25 @@ def same_module(module: nn.Module, changes: Changes | None = None) -> Iterator[N
 
 
 def write_assigned_buffers(module: nn.Module, changes: Changes) -> None:
-    """`self.buffer = value` as a write into the buffer. (The exporter sees it on the outermost module only.)"""
+    """`self.buffer = value` as a write into the buffer. (The exporter sees it on the outermost module only.) Raises CaptureError where the value
+    is of another shape or dtype, as tables are that a first call makes: what is planned must be what later calls compute."""
     for name, m in module.named_modules():
         for key, now in m._buffers.items():
             old = changes.buffers.get((name, key))
             if old is not None and now is not None and now is not old:
+                if (now.shape, now.dtype) != (old.shape, old.dtype):
+                    path = f"{name}.{key}" if name else key
+                    raise CaptureError(
+                        f"forward makes the buffer {path!r} anew, {_kind(now)} where it was {_kind(old)}",
+                        where=type(m).__name__, hint="call the model once with the example inputs before, or make it like this from the start",
+                    )  # fmt: skip
                 with torch.no_grad():
                     old.copy_(now)
                 m._buffers[key] = old
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
 
 
 def _copy(value: Any) -> Any:

@@ -19,8 +19,6 @@ import hapx.theory.ops  # noqa: F401  (fills the registry)
 from hapx.ir import Graph, Kind, Node, TensorRef
 from hapx.theory.registry import Context, Rule, Site, implied_rules, lookup, without_gradient
 
-MAX_PASSES = 64
-
 
 @dataclass(frozen=True)
 class Grains:
@@ -66,14 +64,15 @@ def find_grains(graph: Graph) -> Grains:
 
 
 def _fixpoint(graph: Graph, sites: dict[str, frozenset[Site]]) -> tuple[tuple[Rule, ...], ...]:
-    """Rules of all nodes; sites named by a rule are added until nothing changes. Alike nodes share the work."""
+    """Rules of all nodes; sites named by a rule are added until nothing changes, which comes: blocks divide a dim. Alike nodes share the work.
+    Nodes are gone through forward and backward in turns, as sites travel both ways."""
     cache: dict[object, tuple[Rule, ...]] = {}
     rules: list[tuple[Rule, ...]] = [()] * len(graph.nodes)
     dirty = set(range(len(graph.nodes)))
-    for _ in range(MAX_PASSES):
-        if not dirty:
-            return tuple(rules)
-        order = sorted(dirty) if _ % 2 == 0 else sorted(dirty, reverse=True)
+    backward = False
+    while dirty:
+        order = sorted(dirty, reverse=backward)
+        backward = not backward
         dirty = set()
         for i in order:
             node = graph.nodes[i]
@@ -94,7 +93,7 @@ def _fixpoint(graph: Graph, sites: dict[str, frozenset[Site]]) -> tuple[tuple[Ru
                         dirty |= set(graph.consumers[ref.name])
                         if ref.name in graph.producer:
                             dirty.add(graph.producer[ref.name])
-    raise AssertionError("sites do not settle")
+    return tuple(rules)
 
 
 class _Joined:

@@ -56,3 +56,27 @@ def test_a_forward_that_computes_something_else_later_is_refused(model: nn.Modul
         capture(model, torch.ones(2, 4))
     assert not model.ready
     assert not model.inner._forward_hooks
+
+
+class Table(nn.Module):
+    """Makes a buffer as long as its input when it is called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.shape[0] != x.shape[0]:
+            self.table = torch.arange(4.0 * x.shape[0]).view(-1, 4)
+        return (self.inner(x) * self.table).sum()
+
+
+def test_a_buffer_that_gets_another_shape_is_refused_until_it_has_it() -> None:
+    model, x = Table(), torch.ones(2, 4)
+    told = r"Table: forward makes the buffer 'table' anew, float32 of shape \[2, 4\] where it was float32 of shape \[1, 4\]; call the model once"
+    with pytest.raises(CaptureError, match=told):
+        capture(model, x)
+    assert model.table.shape == (1, 4)
+    model(x)
+    assert [n.call.op for n in capture(model, x).nodes] == ["aten.linear", "aten.mul", "aten.sum"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -455,13 +456,33 @@ def test_globals_that_stay_as_they_are_are_fine() -> None:
     assert [n.call.op for n in capture(Model(reads), (torch.randn(3, 4),)).nodes][-1] == "aten.add"
 
 
-def test_caches_of_installed_packages_are_fine() -> None:
-    """Their global variables are no state of the model. (As code of a package that counts its calls.)"""
+def counting_its_calls(home: Path) -> Callable[[Tensor], Tensor]:
+    """A function of a file that changes a global variable of it."""
     space: dict[str, Any] = {"COUNT": [0]}
-    home = Path(sysconfig.get_path("purelib"), "somewhere", "library.py")
     exec(compile("def helper(h):\n    COUNT.append(1)\n    return h\n", str(home), "exec"), space)
-    helper = space["helper"]
+    return space["helper"]
+
+
+@pytest.mark.parametrize(
+    "root",
+    [sysconfig.get_path("purelib"), "/home/her/.local/lib/python3.12/site-packages", "/usr/lib/python3/dist-packages", "/opt/env/site-packages"],
+)  # fmt: skip
+def test_caches_of_installed_packages_are_fine(root: str) -> None:
+    """Their global variables are no state of the model: for this environment, the user, the system or the environment below."""
+    helper = counting_its_calls(Path(root, "somewhere", "library.py"))
     assert len(capture(Model(lambda m, h: helper(h).mean()), (torch.randn(3, 4),)).nodes) == 2
+
+
+def test_caches_of_packages_in_a_folder_of_their_own_are_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `pip install --target` leaves them; a folder of sources without metadata is the user's."""
+    target, sources = tmp_path / "target", tmp_path / "sources"
+    (target / "somewhere-1.0.dist-info").mkdir(parents=True)
+    for folder in (target, sources):
+        monkeypatch.syspath_prepend(folder)
+    installed, own = (counting_its_calls(folder / "somewhere" / "library.py") for folder in (target, sources))
+    assert len(capture(Model(lambda m, h: installed(h).mean()), (torch.randn(3, 4),)).nodes) == 2
+    with pytest.raises(CaptureError, match="forward changes the global 'COUNT'"):
+        capture(Model(lambda m, h: own(h).mean()), (torch.randn(3, 4),))
 
 
 def test_dropout_in_place_is_dropout() -> None:

@@ -93,6 +93,20 @@ def test_a_chain_of_views_keeps_the_factor() -> None:
     assert g.classes["x", Site(2, 4)] == g.classes["c", Site(1, 3)] == g.classes["a", Site(3)]
 
 
+def test_sites_may_go_around_many_times() -> None:
+    """A shuffle moves a site to the next factor of the dim, the sum brings it back before the shuffle: eighty times around."""
+    b = GraphBuilder()
+    size = 2**80
+    b.tensor("x", (size,))
+    b.call("a", "aten.view.default", (2, size // 2), self="x", size=(2, size // 2))
+    b.call("t", "aten.transpose.int", (size // 2, 2), self="a", dim0=0, dim1=1)
+    b.call("s", "aten.reshape.default", (size,), self="t", shape=(size,))
+    b.call("y", "aten.add.Tensor", (size,), self="x", other="s", alpha=1)
+    b.call("loss", "aten.sum.default", (), self="y", dtype=None)
+    g = find_grains(b.graph("loss"))
+    assert {site.outer for site, _ in g.sites_of["y"]} == {2**k for k in range(80)}
+
+
 def test_grouped_query_attention_is_cut_by_kv_heads() -> None:
     b = GraphBuilder()
     for name, heads in (("q", 8), ("k", 2), ("v", 2)):
