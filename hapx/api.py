@@ -234,10 +234,10 @@ class HAP(nn.Module):
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         if self._loss_fn is None:
             return bind_inputs(self.module, args if not kwargs else _named(self.module, args, kwargs))
-        if kwargs or len(args) < 2:
-            raise LaunchError(f"called with {len(args)} arguments", where="HAP with loss_fn", allowed="model(inputs, *targets)")
-        targets = args[1] if len(args) == 2 else args[1:]
-        return bind_inputs(self.module, (args[0], targets), with_loss_fn=True)
+        if kwargs or not args:
+            told = f"{len(args)} arguments and {len(kwargs)} by name" if kwargs else "no arguments"
+            raise LaunchError(f"called with {told}", where="HAP with loss_fn", allowed="model(inputs, *targets)")
+        return bind_inputs(self.module, args, with_loss_fn=True)
 
     def _results(self, graph: Graph, key: ProgramKey, outputs: Mapping[str, Tensor]) -> Any:
         loss = outputs[graph.loss]

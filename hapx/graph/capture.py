@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from hapx.errors import CaptureError
-from hapx.graph.capture_inputs import Inputs, bind_inputs, device_of, unique_name
+from hapx.graph.capture_inputs import Inputs, bind_inputs, check_targets, device_of, unique_name
 from hapx.graph.capture_refusals import check_functions, check_modules
 from hapx.graph.capture_trace import MARK, Trace, trace
 from hapx.graph.normalize import Emitter, live_nodes, tensor_ref
@@ -33,7 +33,7 @@ MAX_CONSTANT = 1_000_000  # elements
 
 
 def capture(module: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Tensor] | None = None, training: bool | None = None) -> Graph:
-    """The computation of `module(*example_inputs)` (of `loss_fn(module(inputs), *targets)` for example_inputs = (inputs, targets)).
+    """The computation of `module(*example_inputs)` (of `loss_fn(module(inputs), *targets)` for example_inputs = (inputs, *targets)).
 
     `training`: train or eval mode, by default the module's. Raises CaptureError or UnsupportedOperatorError, with the user's line.
     """
@@ -41,6 +41,8 @@ def capture(module: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Te
     check_functions(module, loss_fn)
     training = module.training if training is None else training
     inputs = bind_inputs(module, example_inputs, loss_fn is not None)
+    if loss_fn is not None:
+        check_targets(loss_fn, len(inputs.args[2]))
     if not inputs.tensors:
         raise CaptureError("example_inputs hold no tensor", where=type(module).__name__, allowed="at least one tensor")
     names = _Names(module)

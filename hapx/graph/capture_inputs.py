@@ -54,10 +54,10 @@ class _Slot:
 def bind_inputs(module: nn.Module, example_inputs: Any, with_loss_fn: bool = False) -> Inputs:
     """Match `example_inputs` with the parameters of `module.forward`.
 
-    With a loss function they are the pair (inputs, targets), each one tensor or a tuple (inputs also a dict); the result's `args` are
-    then (positional inputs, keyword inputs, targets). Raises CaptureError when they do not fit.
+    With a loss function they are (inputs, *targets), each one tensor or a tuple (inputs also a dict), or a dict of `inputs` and, where there are
+    some, `targets`; the result's `args` are then (positional inputs, keyword inputs, targets). Raises CaptureError when they do not fit.
     """
-    if isinstance(example_inputs, Tensor) and not with_loss_fn:
+    if isinstance(example_inputs, Tensor):
         example_inputs = (example_inputs,)
     if not isinstance(example_inputs, tuple | list | Mapping):
         raise CaptureError(
@@ -81,14 +81,31 @@ def bind_inputs(module: nn.Module, example_inputs: Any, with_loss_fn: bool = Fal
 
 
 def _pair(example_inputs: Any) -> tuple[Any, Any]:
+    """Inputs and targets; without targets the loss is a function of the output alone."""
     if isinstance(example_inputs, Mapping):
-        if set(example_inputs) == {"inputs", "targets"}:
-            return example_inputs["inputs"], example_inputs["targets"]
-    elif len(example_inputs) == 2:
-        return example_inputs[0], example_inputs[1]
+        if "inputs" in example_inputs and example_inputs.keys() <= {"inputs", "targets"}:
+            return example_inputs["inputs"], example_inputs.get("targets", ())
+    elif example_inputs:
+        return example_inputs[0], example_inputs[1] if len(example_inputs) == 2 else tuple(example_inputs[1:])
     raise CaptureError(
-        "example_inputs do not fit a loss function", allowed="(inputs, targets), each a tensor or a tuple of tensors; inputs may be a dict"
+        "example_inputs do not fit a loss function", allowed="(inputs, *targets), each a tensor or a tuple of tensors; inputs may be a dict"
     )
+
+
+def check_targets(loss_fn: Callable[..., Any], count: int) -> None:
+    """Raise CaptureError where a loss cannot take so many targets beside the output."""
+    takes = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        signature = inspect.signature(takes)
+    except (TypeError, ValueError):  # some builtin functions have none
+        return
+    try:
+        signature.bind(None, *(None,) * count)
+    except TypeError as error:
+        raise CaptureError(
+            f"loss_fn{signature} does not take the output and {count} targets: {error}",
+            allowed="example_inputs (inputs, *targets), loss_fn(output, *targets)",
+        ) from error
 
 
 def _bind(module: nn.Module, inputs: Any, take: Callable[[Any, str], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

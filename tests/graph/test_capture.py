@@ -367,3 +367,12 @@ def test_gpt2_small_on_meta() -> None:
     graph = capture(model, inputs)
     assert {b for b in graph.block_of if b is not None} == {(0, i) for i in range(12)}
     assert sum(b is not None for b in graph.block_of) == 12 * 21
+
+
+def test_a_loss_takes_as_many_targets_as_it_likes() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    for given in ((x,), x, {"inputs": x}):
+        assert [n.call.op for n in capture(model, given, loss_fn=lambda out: out.mean()).nodes] == ["aten.linear", "aten.mean"]
+    two = capture(model, (x, (x, x)), loss_fn=lambda out, y, z: (out * y + z).mean())
+    assert capture(model, (x, x, x), loss_fn=lambda out, y, z: (out * y + z).mean()).hash == two.hash
+    assert two.input_names == ("input", "targets_0", "targets_1")

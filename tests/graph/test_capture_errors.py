@@ -149,7 +149,11 @@ def test_inputs_that_do_not_fit() -> None:
     with pytest.raises(CaptureError, match=r"use torch\.as_tensor"):
         capture(model, (x.numpy(),))
     with pytest.raises(CaptureError, match="do not fit a loss function"):
+        capture(model, {"x": x}, loss_fn=lambda out, y: out)
+    with pytest.raises(CaptureError, match=r"loss_fn\(out, y\) does not take the output and 0 targets: missing a required argument: 'y'"):
         capture(model, (x,), loss_fn=lambda out, y: out)
+    with pytest.raises(CaptureError, match=r"loss_fn\(input.* does not take the output and 2 targets: too many"):
+        capture(model, (x, x, x), loss_fn=nn.MSELoss())
     with pytest.raises(CaptureError, match="loss_fn returned a float32 tensor"):
         capture(Model(lambda m, h: h), (x, x), loss_fn=lambda out, y: out - y)
 
