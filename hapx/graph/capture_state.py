@@ -20,6 +20,7 @@ from hapx.errors import CaptureError
 _DERIVED = ((nn.RNNBase, frozenset({"_flat_weights", "_flat_weight_refs"})),)
 
 _MAPPINGS = (dict, OrderedDict)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass
@@ -34,9 +35,14 @@ class Changes:
 
     def note(self, module: str, key: str, now: Any, before: Any) -> None:
         """An attribute that was `before` and is `now` (_GONE if it is not there any more)."""
-        self.names.append(f"{module}.{key}" if module else key)
-        if type(now) in _MAPPINGS and type(before) is type(now) and all(k in now and now[k] is v for k, v in before.items()):
-            now = {k: v for k, v in now.items() if k not in before}
+        keys = [key]
+        if type(now) in _MAPPINGS and type(before) is type(now):
+            if key in _REGISTERED:  # by the names that the user gave them
+                keys = [k for k in {**now, **before} if now.get(k) is not before.get(k)] or keys
+            if all(k in now and now[k] is v for k, v in before.items()):
+                now = {k: v for k, v in now.items() if k not in before}
+        if key != "_non_persistent_buffers_set" or not self.names:  # beside a buffer it says nothing
+            self.names += [f"{module}.{k}" if module else k for k in keys]
         self.now[module, key] = now
         self.plain = self.plain and now is not _GONE and not _holds_tensor(now)
 

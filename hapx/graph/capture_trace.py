@@ -230,10 +230,11 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
             if settled:
                 program, seen = _export(module, inputs, twins, device, loss_fn)
             if not settled or seen.changes.names or _text(program) != first:
+                once = "" if settled else "if only the first call makes it, call the model once with the example inputs before; else "
                 raise CaptureError(
                     f"forward changes {', '.join(names)}: a captured program would not",
                     where=type(module).__name__,
-                    hint="keep such state in a registered buffer, or outside forward",
+                    hint=once + "keep such state in a registered buffer, or outside forward",
                 )
     for where in seen.left_out:
         warn(f"a check of values is not part of the captured program: {where}", CheckLeftOutWarning)

@@ -80,3 +80,28 @@ def test_a_buffer_that_gets_another_shape_is_refused_until_it_has_it() -> None:
     assert model.table.shape == (1, 4)
     model(x)
     assert [n.call.op for n in capture(model, x).nodes] == ["aten.linear", "aten.mul", "aten.sum"]
+
+
+class Filled(nn.Module):
+    """Registers a table when it is called first."""
+
+    def __init__(self, *, empty: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+        if empty:
+            self.inner.register_buffer("table", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self.inner, "table", None) is None:
+            self.inner.register_buffer("table", torch.arange(4.0), persistent=False)
+        return (self.inner(x) * self.inner.table).sum()
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_table_of_the_first_call_is_named_and_refused_until_it_is_there(empty: bool) -> None:
+    model, x = Filled(empty=empty), torch.ones(2, 4)
+    with pytest.raises(CaptureError, match=r"^Filled: forward changes inner\.table.*if only the first call makes it, call the model once") as refused:
+        capture(model, x)
+    assert "_buffers" not in str(refused.value)
+    model(x)
+    assert [n.call.op for n in capture(model, x).nodes] == ["aten.linear", "aten.mul", "aten.sum"]
