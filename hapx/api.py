@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -74,8 +74,7 @@ class HAP(nn.Module):
             raise HapError(f"inputs={inputs!r}", where="HAP", allowed='"global" or "local"')
         self._cluster = ClusterSpec.load(cluster_spec)
         self._world = join(self._cluster)
-        # the user's module is not a submodule: names of parameters and state stay the module's own
-        object.__setattr__(self, "module", module)
+        self._stand_for(module)
         self._loss_fn, self._local_inputs, self._gather_outputs = loss_fn, inputs == "local", gather_outputs
         self._options: dict[str, Any] = {"strategy": strategy, "optimizer": optimizer, "precision": precision, "remat": remat}
         # a pipeline takes whole batches
@@ -91,6 +90,37 @@ class HAP(nn.Module):
             self._start(example_inputs)
         elif any(p.is_meta for p in module.parameters()):
             raise LaunchError("a model on `meta` gets its values when it is planned, before the optimizer is created", hint="pass example_inputs")
+
+    def _stand_for(self, module: nn.Module) -> None:
+        """The user's module is no submodule, so that names stay its own: what it has registered is registered here, too, in the same dicts."""
+        object.__setattr__(self, "module", module)
+        vars(self).update({name: vars(module)[name] for name in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HAP:
+        """A model with tensors of its own that runs the same plan, as averages of weights keep one (`torch.optim.swa_utils.AveragedModel`).
+
+        Copying is no collective call, but calling the copy is one: all ranks need theirs. Raises LaunchError before there is a plan."""
+        executor = self._running()
+        other = HAP.__new__(HAP)
+        nn.Module.__init__(other)
+        memo[id(self)] = other
+        module = copy.deepcopy(self.module, memo)
+        vars(other).update({name: value for name, value in vars(self).items() if name not in vars(other)})
+        other._stand_for(module)
+        other.training, other._loss_scale = self.training, lambda: 1.0
+        other._seen, other._watch = Seen(), Watch(module)
+        if isinstance(executor, Pipeline):
+            other._executor = executor.around(module, lambda: other._loss_scale())
+        else:
+            other._executor = executor.around(module)
+        watch(other._executor.store)
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LaunchError(
+            "a distributed model holds connections, which no file can", where="HAP",
+            hint="save model.full_state_dict(), or everything with hapx.save_checkpoint(...)",
+        )  # fmt: skip
 
     # ---- planning -----------------------------------------------------------------------------------------------------
 
@@ -319,12 +349,6 @@ class HAP(nn.Module):
 
     # ---- an nn.Module with the wrapped module's names --------------------------------------------------------------------
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's pieces, under the single-device names."""
         return self.module.state_dict(*args, **kwargs)
@@ -334,7 +358,7 @@ class HAP(nn.Module):
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def train(self, mode: bool = True) -> HAP:
-        super().train(mode)
+        self.training = mode
         self.module.train(mode)
         return self
 
@@ -342,6 +366,17 @@ class HAP(nn.Module):
         super().zero_grad(set_to_none)
         if self._executor is not None:
             self._executor.clear()
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> HAP:
+        """As of the module. Raises LaunchError where it has written into parameters, of which this rank has pieces."""
+        before = [(n, p, p._version) for n, p in self.named_parameters()]
+        self.module.apply(fn)
+        if changed := [n for n, p, version in before if p._version != version]:
+            raise LaunchError(
+                f"a function has written into {', '.join(changed[:3])}{', ...' if changed[3:] else ''}, of which this rank may have a piece only",
+                where="HAP.apply", hint="initialise the module before HAP(...), or use model.load_full_state_dict(...)",
+            )  # fmt: skip
+        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HAP:
         raise LaunchError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +41,13 @@ class Executor:
         communicators: of `hapx.collectives.communicator.create_groups` for the plan's mesh.
         seed: of the random numbers; the same on all ranks.
         gradient_dtype: in which gradients of parameters are summed over devices; None: the parameter's own.
+        store: of a module whose tensors are this device's pieces already; None: they are cut.
     """
 
     def __init__(
         self, plan: Plan, rank: int, module: nn.Module, communicators: Communicators, *,
         seed: int = 0, device: torch.device | None = None, bucket_bytes: int = BUCKET_BYTES, gradient_dtype: torch.dtype | None = None,
+        store: ParameterStore | None = None,
     ):  # fmt: skip
         if len(plan.stages) != 1:
             raise LaunchError(
@@ -57,9 +60,18 @@ class Executor:
         self.drifts = len({plan.cluster.devices[d].type for d in plan.stages[0].mesh.devices}) > 1
         self.everyone = communicators[tuple(range(len(plan.stages[0].mesh.axes)))]
         home = Home(0, Position.of(plan.stages[0], plan.first, rank), communicators)
-        self.store = ParameterStore(module, plan, (home,), self.everyone, self.device)
+        self.store = store or ParameterStore(module, plan, (home,), self.everyone, self.device)
         self.gradients = GradientSynchroniser(dict(module.named_parameters(remove_duplicate=False)), communicators, gradient_dtype)
         self.runner = StageRunner(plan, 0, rank, module, communicators, self.rng, self.gradients, device=self.device, bucket_bytes=bucket_bytes)
+
+    def around(self, module: nn.Module) -> Executor:
+        """One that runs a copy of the module: the same pieces, devices and random numbers; gradients and programs of its own."""
+        other = Executor(
+            self.plan, self.rank, module, self.communicators, device=self.device, bucket_bytes=self.runner.bucket_bytes,
+            gradient_dtype=self.gradients.dtype, store=self.store.around(module),
+        )  # fmt: skip
+        other.rng = other.runner.rng = replace(self.rng)
+        return other
 
     @property
     def plan(self) -> Plan:

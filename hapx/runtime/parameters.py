@@ -7,6 +7,7 @@ tensor, so at most one tensor exists twice at a time; `full` of every piece is t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,12 @@ class ParameterStore:
         self.shapes = {n: tuple(t.shape) for n, t in self._named(remove_duplicate=False)}
         self._check()
         self._shard()
+
+    def around(self, module: nn.Module) -> ParameterStore:
+        """The same store of a copy of its module, whose tensors are this device's pieces already."""
+        store = copy.copy(self)
+        store.module = module
+        return store
 
     def stages(self, name: str) -> tuple[int, ...]:
         """The stages that keep a parameter or buffer; one that the graph does not use is whole on all devices of all stages."""

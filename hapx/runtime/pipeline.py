@@ -52,7 +52,7 @@ class Pipeline:
     def __init__(
         self, plan: Plan, rank: int, module: nn.Module, communicators: Sequence[Communicators], everyone: Communicator, messengers: Messengers, *,
         seed: int = 0, device: torch.device | None = None, scale: Callable[[], float] = lambda: 1.0, bucket_bytes: int = BUCKET_BYTES,
-        gradient_dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None, store: ParameterStore | None = None,
     ):  # fmt: skip
         self.rank, self.module, self.everyone, self.messengers = rank, module, everyone, messengers
         self.device, self.rng, self.base = device or torch.device("cpu"), Rng(seed), 0
@@ -64,7 +64,8 @@ class Pipeline:
         self.group = next((i for i, devices in enumerate(plan.groups) if rank in devices), -1)
         homes = [Home(s, Position.of(plan.stages[s], plan.first, rank), communicators[s]) for s in own]
         _check_buffers(plan)
-        self.store = ParameterStore(module, plan, homes, everyone, self.device)
+        self.store = store or ParameterStore(module, plan, homes, everyone, self.device)
+        self._bucket_bytes, self._gradient_dtype = bucket_bytes, gradient_dtype
         named = dict(module.named_parameters(remove_duplicate=False))
         self.gradients = {s: GradientSynchroniser(named, communicators[s], gradient_dtype) for s in own}
         self.runners = {
@@ -76,6 +77,17 @@ class Pipeline:
         self._crossings: dict[ProgramKey, Crossings] = {}
         self._delivered: dict[ProgramKey, Mapping[Action, tuple[Action, ...]]] = {}
         self._ran: set[tuple[ProgramKey, bool] | str] = set()  # programs, with or without backward, and what else has run
+
+    def around(self, module: nn.Module, scale: Callable[[], float]) -> Pipeline:
+        """One that runs a copy of the module: the same pieces, devices and random numbers; gradients and programs of its own."""
+        other = Pipeline(
+            self.plan, self.rank, module, self.all_communicators, self.everyone, self.messengers, device=self.device, scale=scale,
+            bucket_bytes=self._bucket_bytes, gradient_dtype=self._gradient_dtype, store=self.store.around(module),
+        )  # fmt: skip
+        other.rng = replace(self.rng)
+        for runner in other.runners.values():
+            runner.rng = other.rng
+        return other
 
     @property
     def plan(self) -> Plan:

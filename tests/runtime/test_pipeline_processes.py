@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hapx
 from hapx import api
@@ -120,6 +121,36 @@ def test_a_model_of_several_stages_is_used_like_the_module() -> None:
         torch.testing.assert_close(told["gradients"], {n: p.grad for n, p in module.named_parameters()})
         assert told["micro"] == [4, 3, 4]
         assert told["code"].startswith(f"# stage {rank // 2} of 2") and sum(told["sizes"]) == 8 and told["everyone"] == (rank, 4)
+
+
+def averaging(model: nn.Module) -> tuple[list[float], AveragedModel]:
+    """Losses in training, the one of the average in evaluation, and the average."""
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(*batch(step))["loss"]
+        loss.backward()
+        optimizer.step()
+        average.update_parameters(model)
+        losses.append(float(loss.detach()))
+    average.eval()
+    with torch.no_grad():
+        return [*losses, float(average(*batch(7))["loss"])], average
+
+
+def averaging_on_ranks(found: Plan) -> tuple[list[float], dict[str, Tensor]]:
+    with unverified():
+        losses, average = averaging(hapx.HAP(Scores(WIDTHS), TWO_MACHINES, batch(0), plan=found))
+        return losses, average.module.full_state_dict()
+
+
+def test_the_average_of_a_pipelines_weights_is_a_pipeline() -> None:
+    losses, average = averaging(Scores(WIDTHS))
+    for told, state in pool(4).run(averaging_on_ranks, plan()):
+        assert told == pytest.approx(losses, rel=1e-10)
+        torch.testing.assert_close(state, dict(average.module.state_dict()))
 
 
 def refused(found: Plan) -> list[str]:
