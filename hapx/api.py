@@ -51,7 +51,7 @@ class HAP(nn.Module):
     Args:
         module: its parameters are replaced by this rank's pieces, in place; values start equal to rank 0's.
         cluster_spec: a path, dict or ClusterSpec; it has as many devices as there are ranks, and rank i is device i.
-        example_inputs: a tuple or a dict; without them the first call plans.
+        example_inputs: a tuple or a dict, with `loss_fn` (inputs, *targets); without them the first call plans.
         plan: a Plan or the path of one, instead of planning.
         inputs: "global": every rank passes the whole batch; "local": every rank passes its share (`batch_sizes`).
         gather_outputs: whether results other than the loss are whole on every rank, or this rank's pieces.
@@ -115,12 +115,6 @@ class HAP(nn.Module):
             other._executor = executor.around(module)
         watch(other._executor.store)
         return other
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise LaunchError(
-            "a distributed model holds connections, which no file can", where="HAP",
-            hint="save model.full_state_dict(), or everything with hapx.save_checkpoint(...)",
-        )  # fmt: skip
 
     # ---- planning -----------------------------------------------------------------------------------------------------
 
@@ -358,8 +352,8 @@ class HAP(nn.Module):
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def train(self, mode: bool = True) -> HAP:
-        self.training = mode
         self.module.train(mode)
+        self.training = mode
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -36,6 +36,10 @@ class Rng:
         """To be called once per forward pass, on every rank."""
         self.step += 1
 
+    def follow(self, other: Rng) -> None:
+        """From now on the same numbers as the other's next passes."""
+        self.seed, self.step, self.evaluated = other.seed, other.step, other.evaluated
+
     @contextmanager
     def evaluating(self, passes: int = 1) -> Iterator[None]:
         """Inside are the numbers of the next `passes` forward passes that train nothing; `step` is that of the first one."""

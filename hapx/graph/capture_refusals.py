@@ -41,8 +41,10 @@ GRADIENTS: Mapping[str, str] = {
     "backward": "calls backward",
     "grad": "computes a gradient",
 }
-STANDARD = tuple({sysconfig.get_path(k) + os.sep for k in ("stdlib", "platstdlib")} | {os.path.dirname(torch.__file__) + os.sep, "<"})
+TORCH = os.path.dirname(torch.__file__) + os.sep
+STANDARD = tuple({sysconfig.get_path(k) + os.sep for k in ("stdlib", "platstdlib")} | {TORCH, "<"})
 INSTALLED = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
+KEEP = "keep such state in a registered buffer, or outside forward"
 PLAIN = (bool, int, float, str, tuple, list, dict, set, type(None))
 
 
@@ -108,7 +110,7 @@ class World:
             raise CaptureError(
                 f"forward changes {', '.join(w.text for w in changed)}: a captured program would not",
                 where=changed[0].where,
-                hint="keep such state in a registered buffer, or outside forward",
+                hint=KEEP,
             )
         for name, state in _generators().items():
             if not _is_same_state(state, self.states[name]):
@@ -279,4 +281,4 @@ def is_inside_functorch_grad() -> bool:
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Grad
 
 
-__all__ = ["World", "check_functions", "check_modules", "is_inside_functorch_grad", "refuse_gradients", "user_functions"]
+__all__ = ["KEEP", "TORCH", "World", "check_functions", "check_modules", "is_inside_functorch_grad", "refuse_gradients", "user_functions"]

@@ -40,7 +40,7 @@ from hapx.graph.capture_functions import functions_as_operators
 from hapx.graph.capture_inputs import Inputs
 from hapx.graph.capture_outputs import container_of, split_output
 from hapx.graph.capture_raises import CheckLeftOutWarning, passes
-from hapx.graph.capture_refusals import World, is_inside_functorch_grad, refuse_gradients, user_functions
+from hapx.graph.capture_refusals import KEEP, TORCH, World, is_inside_functorch_grad, refuse_gradients, user_functions
 from hapx.graph.capture_state import Changes, same_module, write_assigned_buffers
 from hapx.graph.quiet import quiet
 from hapx.graph.regions import Mark
@@ -49,10 +49,9 @@ from hapx.warnings import warn
 
 MARK = "hapx"  # key of the mark among a node's annotations
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OPERATORS = os.path.abspath(functions.__file__)  # of the user's functions
-_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
+_CHECKPOINT = os.path.join(TORCH, "utils", "checkpoint.py")
 _TRACING = threading.RLock()  # of the one thread that traces: the exporter allows no other, and what is changed of torch is every thread's
 
 
@@ -208,7 +207,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _internal(file: str) -> bool:
-    return file.startswith((_TORCH, _HERE, _OPERATORS, "<frozen", "<string>", "<eval"))
+    return file.startswith((TORCH, _HERE, _OPERATORS, "<frozen", "<string>", "<eval"))
 
 
 def _place(file: str, line: int) -> tuple[str, int, str]:
@@ -234,7 +233,7 @@ def trace(module: nn.Module, inputs: Inputs, device: torch.device, loss_fn: Call
                 raise CaptureError(
                     f"forward changes {', '.join(names)}: a captured program would not",
                     where=type(module).__name__,
-                    hint=once + "keep such state in a registered buffer, or outside forward",
+                    hint=once + KEEP,
                 )
     for where in seen.left_out:
         warn(f"a check of values is not part of the captured program: {where}", CheckLeftOutWarning)

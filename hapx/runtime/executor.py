@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,7 @@ class Executor:
             self.plan, self.rank, module, self.communicators, device=self.device, bucket_bytes=self.runner.bucket_bytes,
             gradient_dtype=self.gradients.dtype, store=self.store.around(module),
         )  # fmt: skip
-        other.rng = other.runner.rng = replace(self.rng)
+        other.rng.follow(self.rng)
         return other
 
     @property

@@ -55,6 +55,12 @@ class World:
     device: torch.device
     control: ProcessGroupCommunicator
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LaunchError(
+            "a distributed model holds connections, which no file can", where="HAP",
+            hint="save model.full_state_dict(), or everything with hapx.save_checkpoint(...)",
+        )  # fmt: skip
+
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, on every rank."""
         values: list[Any] = [None] * self.size

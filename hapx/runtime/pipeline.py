@@ -84,9 +84,7 @@ class Pipeline:
             self.plan, self.rank, module, self.all_communicators, self.everyone, self.messengers, device=self.device, scale=scale,
             bucket_bytes=self._bucket_bytes, gradient_dtype=self._gradient_dtype, store=self.store.around(module),
         )  # fmt: skip
-        other.rng = replace(self.rng)
-        for runner in other.runners.values():
-            runner.rng = other.rng
+        other.rng.follow(self.rng)
         return other
 
     @property

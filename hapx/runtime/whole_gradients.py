@@ -1,9 +1,9 @@
-"""What needs whole gradients, and would silently compute something else from pieces of them, is refused.
+"""What needs whole parameters or gradients, and would silently compute something else from pieces of them, is refused.
 
-In: calls of `torch.nn.utils.clip_grad_norm_` and `get_total_norm`, and steps of optimizers, on parameters of which a rank has a piece (or of which
-other stages of a pipeline have the rest). Out: a HapError that names what to call instead. Elementwise optimizers, and parameters that are whole on
-every rank, are left alone. PyTorch has no hook for the norm: its function is replaced by one that looks first, for whoever imported it under any name
-looks it up there.
+In: calls of `torch.nn.utils.clip_grad_norm_` and `get_total_norm`, steps of optimizers, and DistributedDataParallel, on parameters of which a rank
+has a piece (or of which other stages of a pipeline have the rest). Out: a HapError that names what to call instead. Elementwise optimizers, and
+parameters that are whole on every rank, are left alone. PyTorch has no hook for the norm: its function is replaced by one that looks first, for
+whoever imported it under any name looks it up there. So is the making of a DistributedDataParallel, which gives all ranks the first one's pieces.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import utils
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -56,6 +57,18 @@ def _install() -> None:
     if utils.get_total_norm is usual:
         utils.get_total_norm = total_norm
     register_optimizer_step_pre_hook(_before_step)
+    make = DistributedDataParallel.__init__
+
+    @wraps(make)
+    def wrap(self: DistributedDataParallel, module: nn.Module, *arguments: Any, **options: Any) -> None:
+        if why := _in_pieces(module.parameters()):
+            raise HapError(
+                f"a part of the model is distributed already ({why})", where="DistributedDataParallel",
+                hint="use the hapx.HAP as it is: it sums its gradients over ranks itself; wrap other modules on their own",
+            )  # fmt: skip
+        make(self, module, *arguments, **options)
+
+    DistributedDataParallel.__init__ = wrap
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -70,16 +83,18 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )  # fmt: skip
 
 
-def _in_pieces(gradients: Iterable[Tensor]) -> str | None:
-    """Where this rank has a part only of these gradients, why: by the first such parameter."""
+def _in_pieces(tensors: Iterable[Tensor]) -> str | None:
+    """Where this rank has a part only of these parameters or gradients, why: by the first such parameter."""
     partial = {
-        id(parameter.grad): name
+        id(tensor): name
         for known in _stores
         if (store := known()) is not None
         for name, parameter in store.module.named_parameters()
-        if parameter.grad is not None and _partial(store, name)
+        if _partial(store, name)
+        for tensor in (parameter, parameter.grad)
+        if tensor is not None
     }
-    found = next((partial[id(g)] for g in gradients if id(g) in partial), None)
+    found = next((partial[id(t)] for t in tensors if id(t) in partial), None)
     return f"{found} is stored in pieces or other ranks have other parameters" if found is not None else None
 
 

@@ -41,13 +41,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6).double(), torch.randn(8, 4).double()
 
 
-def averaged(model: nn.Module) -> AveragedModel:
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
-
-
 def trained(model: nn.Module, inner: Callable[[Any], dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses in training and in evaluation, of the model and of the average; both states."""
-    average = averaged(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):
@@ -98,6 +94,7 @@ def copies() -> None:
     hap.eval()
     with torch.no_grad():
         assert float(frozen(*batch(2))) == float(hap(*batch(2)))
+    assert copy.copy(hap).module is module
     with pytest.raises(LaunchError, match=r"holds connections, which no file can; save model\.full_state_dict\(\)"):
         torch.save(hap, io.BytesIO())
     with pytest.raises(LaunchError, match="no plan yet"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from hapx.api import HAP
@@ -87,3 +88,31 @@ def test_optimizers_that_look_at_whole_tensors_are_refused_on_pieces() -> None:
             assert said[name].startswith(f"optimizer.step: {name} needs whole tensors") and "AdamW" in said[name]
     for said in pool(2).run(steps, "dp-proportional"):
         assert not any(said.values()), said
+
+
+def wraps(strategy: str) -> tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What wrapping it, and a container of it, says; its state; its gradients after a step under the last wrapper that was made."""
+    hap, batch = distributed(strategy)
+    told, called = [], hap
+    for make in (lambda: DistributedDataParallel(hap), lambda: DistributedDataParallel(nn.ModuleDict({"inner": hap}))):
+        told.append(said_by(make))
+    if not told[0]:
+        called = DistributedDataParallel(hap)  # type: ignore[assignment]
+    DistributedDataParallel(nn.Linear(2, 2))  # one of something else
+    hap.zero_grad()
+    called(*batch).backward()
+    return told, hap.full_state_dict(), hap.full_gradients()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("strategy", ["zero", "dp-proportional"])
+def test_pytorchs_data_parallelism_around_pieces_is_refused(strategy: str) -> None:
+    """It would give all ranks the pieces of the first; around whole parameters it changes nothing."""
+    batch, alone = MLP(WIDTHS).example(BATCH), MLP(WIDTHS)
+    alone(*batch).backward()
+    gradients = {name: p.grad for name, p in alone.named_parameters()}
+    for told, state, found in pool(2).run(wraps, strategy):
+        assert [bool(t) for t in told] == [strategy == "zero"] * 2
+        assert all("part of the model is distributed already" in t and "use the hapx.HAP as it is" in t for t in told if t)
+        torch.testing.assert_close(state, dict(alone.state_dict()))
+        torch.testing.assert_close(found, gradients)
