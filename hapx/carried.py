@@ -88,7 +88,7 @@ def again(known: Candidate, graph: Graph) -> Candidate:
 def goal_of(known: Candidate) -> Objective:
     """What its program costs, as the search adds it up: every instruction, the update of every parameter, and what is stored."""
     costs, refs, storage = known.costs, known.costs.graph.refs, known.storage_of
-    steps = [costs.step(i.triple) for i in known.program.instructions]
+    steps = costs.steps(known.program.instructions)
     if costs.mode == "train":
         updates = [costs.update(refs[name], placement) for name, placement in storage.items() if refs[name].requires_grad]
         steps += [StepCost(None, None, (CommunicationCost("synchronise", update, False),), None) for update in updates]

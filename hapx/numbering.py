@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from hapx.states import Placement, Property
@@ -56,19 +57,14 @@ def numbered(
     read: Sequence[tuple[Property, ...]], made: Sequence[tuple[Property, ...]], needs: tuple[Property, ...], gives: tuple[Property, ...]
 ) -> Numbered:
     """Of what the instructions of a program read and make, and what it needs and gives."""
-    place = Numbering()  # few placements, and hardly ever equal ones that are not one object
+    # most properties are one object wherever they are read; few placements, and hardly ever equal ones that are not one object
+    objects = {id(p): p for p in chain(chain.from_iterable(read), chain.from_iterable(made), needs, gives)}
+    placements = {id(p.placement): p.placement for p in objects.values()}
+    place = dict(zip(placements, map(Numbering().of_value, placements.values()), strict=True))
     numbers: dict[tuple[str, int], int] = {}
-    objects: dict[int, int] = {}  # most properties are one object wherever they are read
-    found: list[Property] = []
-
-    def number(p: Property) -> int:
-        known = objects.get(id(p))
-        if known is None:
-            known = objects[id(p)] = numbers.setdefault((p.tensor, place(p.placement)), len(found))
-            if known == len(found):
-                found.append(p)
-        return known
-
-    before, after = (tuple([tuple([number(p) for p in own]) for own in side]) for side in (read, made))
-    wanted = tuple([number(p) for p in needs]), tuple([number(p) for p in gives])
-    return Numbered(tuple(found), before, after, *wanted)
+    number = {at: numbers.setdefault((p.tensor, place[id(p.placement)]), len(numbers)) for at, p in objects.items()}
+    found = {own: objects[at] for at, own in reversed(number.items())}  # of equal ones the first
+    before, after = (tuple([tuple([number[id(p)] for p in own]) for own in side]) for side in (read, made))
+    wanted = tuple([number[id(p)] for p in needs]), tuple([number[id(p)] for p in gives])
+    properties = tuple([found[own] for own in range(len(found))])
+    return Numbered(properties, before, after, *wanted)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 from operator import add
 from typing import Any, NamedTuple, get_args
 
@@ -107,13 +107,11 @@ class RunTimes:
 
 def run_times(instructions: Sequence[Instruction], needs: Sequence[Property], graph: Graph, exact: CostModel) -> RunTimes:
     """By a cost model at concrete lengths. needs: what is stored; the update of its parameters is counted."""
-    clock = _Clock(len(exact.kinds), False)
+    clock = _Clock(len(exact.kinds))
     steps = _timed([exact.step(i.triple) for i in instructions])
-    for step in steps:
-        clock.ahead("", step)
+    clock.ahead(steps)
     clock.mark()
-    for step in reversed(steps):
-        clock.back("", step)
+    clock.back(steps)
     clock.mark()
     forward, backward = clock.marks[0], clock.marks[1] - clock.marks[0]
     if exact.mode == "train":
@@ -192,22 +190,16 @@ def _run(
     """synchronise: whether gradients are, or only added to those of other micro-batches."""
     instructions = program.instructions
     assert exact.graph is graph, "the cost model is of another graph"
-    costs = [exact.step(i.triple) for i in instructions]
+    costs = exact.steps(instructions)
     if synchronisation:
         costs = [_synchronised(i, step, synchronisation) for i, step in zip(instructions, costs, strict=True)]
-    names = list(map(_name, instructions)) if events else [""] * len(costs)
     steps = _timed(costs)
     full = _full_buckets([_gradient_bytes(i, graph) if step.gradient else 0 for i, step in zip(instructions, steps, strict=True)])
-    clock = _Clock(len(exact.kinds), events)
-    for name, step in zip(names, steps, strict=True):
-        clock.ahead(name, step)
+    clock = _Clock(len(exact.kinds), list(map(_name, instructions)) if events else None)
+    clock.ahead(steps)
     clock.mark()
     if exact.mode == "train":
-        for k in reversed(range(len(steps))):
-            step, name = steps[k], f"{names[k]} backward" if events else ""
-            clock.back(name, step)
-            if step.gradient and synchronise:
-                clock.gradient(step.gradient, full=k in full)
+        clock.back(steps, full if synchronise else None)
         clock.mark()
         clock.wait()
         if events:
@@ -262,10 +254,10 @@ def _full_buckets(sizes: Sequence[int]) -> frozenset[int]:
 
 class _Clock:
     """Time on the streams of every kind: `now` of the program (its compute stream), `wires` of the communication streams, by whether they cut.
-    `events` are recorded where they are wanted."""
+    `events` are recorded where steps have names."""
 
-    def __init__(self, size: int, record: bool):
-        self.size, self.record = size, record
+    def __init__(self, size: int, names: Sequence[str] | None = None):
+        self.size, self.names, self.record = size, names, names is not None
         self.events: list[Event] = []
         self.now: Seconds = (0.0,) * size
         self.wires: dict[bool, Seconds] = {True: self.now, False: self.now}
@@ -282,19 +274,25 @@ class _Clock:
         """The events before, between and after marks."""
         return [self.events[a:b] for a, b in pairwise((0, *self._places, len(self.events)))]
 
-    def ahead(self, name: str, step: _Timed) -> None:
-        """A step forward: what it waits for, then its compute."""
-        if step.ahead:
-            self.communicate(name, step.ahead)
-        if step.forward is not None:
-            self.compute(name, step.forward)
+    def ahead(self, steps: Sequence[_Timed]) -> None:
+        """Steps forward: what each waits for, then its compute."""
+        names = self.names or repeat("", len(steps))
+        for name, step in zip(names, steps, strict=True):
+            if step.ahead:
+                self.communicate(name, step.ahead)
+            if step.forward is not None:
+                self.compute(name, step.forward)
 
-    def back(self, name: str, step: _Timed) -> None:
-        """A step backward, in reverse."""
-        if step.backward is not None:
-            self.compute(name, step.backward)
-        if step.back:
-            self.communicate(name, step.back)
+    def back(self, steps: Sequence[_Timed], full: frozenset[int] | None = None) -> None:
+        """Steps backward, in reverse. full: of gradients that are synchronised, those with which a bucket sets off."""
+        for k in range(len(steps) - 1, -1, -1):
+            step, name = steps[k], f"{self.names[k]} backward" if self.names else ""
+            if step.backward is not None:
+                self.compute(name, step.backward)
+            if step.back:
+                self.communicate(name, step.back)
+            if step.gradient and full is not None:
+                self.gradient(step.gradient, k in full)
 
     def compute(self, name: str, seconds: Seconds) -> None:
         start, self.now = self.now, tuple(map(add, self.now, seconds))

@@ -36,7 +36,7 @@ from hapx.errors import HapError
 from hapx.ir import Graph, Kind, Node, OpCall, TensorRef
 from hapx.layout import Lengths, followers
 from hapx.numbering import Numbering
-from hapx.plan import Axes, Communication, Form, Triple
+from hapx.plan import Axes, Communication, Form, Instruction, Triple
 from hapx.states import REPLICATED, Cut, Invariant, Partial, Placement, Replicated, Sharded, State, is_recut
 from hapx.theory.factors import gathered as gathered_factor
 from hapx.theory.triple import Theory
@@ -103,7 +103,8 @@ class CostModel:
         self._converted_again = memory.converted_again(self.graph) if mode == "train" else frozenset()
         self._signatures: dict[int, int] = {}
         self.number = Numbering()  # of states, communications and the like, for keys of caches
-        self._forms: dict[int, tuple[Triple, Any]] = {}  # by identity of a triple
+        self._forms: dict[int, tuple[Triple, int]] = {}  # by identity of a triple
+        self._every: dict[int, tuple[tuple[Instruction, ...], list[int]]] = {}  # by identity of a program's instructions, their forms
         self._see(View(theory.mesh, cluster, lengths))
 
     def _see(self, view: View) -> None:
@@ -188,6 +189,18 @@ class CostModel:
         if found is None:
             found = self._by_form[form] = self._step_of(triple)
         return found
+
+    def steps(self, instructions: tuple[Instruction, ...]) -> list[StepCost]:
+        """As `step`, of a program's instructions."""
+        known = self._by_form
+        return [known.get(form) or self.step(i.triple) for form, i in zip(self.forms(instructions), instructions, strict=True)]
+
+    def forms(self, instructions: tuple[Instruction, ...]) -> list[int]:
+        """As `form`, of a program's instructions: looked up once."""
+        found = self._every.get(id(instructions))
+        if found is None or found[0] is not instructions:  # they are held, so that their identity stays their own
+            found = self._every[id(instructions)] = instructions, [self.form(i.triple) for i in instructions]
+        return found[1]
 
     def form(self, triple: Triple) -> int:
         """A number that triples share whose costs, and sizes of what they make and keep, are equal at any lengths."""

@@ -69,8 +69,8 @@ def short(program: Program, costs: CostModel) -> Folded | None:
 def _codes(program: Program, costs: CostModel) -> list[int]:
     """Equal for instructions that cost the same, and do the same to memory."""
     triples, refs = [i.triple for i in program.instructions], costs.graph.refs
-    keys = ((costs.form(t), None if isinstance(t.body, OpCall) else refs[t.pre[0].tensor].shape) for t in triples)
-    return list(map(Numbering().of_value, keys))
+    shapes = [None if isinstance(t.body, OpCall) else refs[t.pre[0].tensor].shape for t in triples]
+    return list(map(Numbering().of_value, zip(costs.forms(program.instructions), shapes, strict=True)))
 
 
 def folded(program: Program, codes: Sequence[int], roots: Collection[str] = ()) -> Folded | None:

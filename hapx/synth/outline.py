@@ -145,7 +145,7 @@ class Outline:
 
     def _one_period_later(self, repetition: Repetition, level: int, end: int) -> Later:
         later, moved = level + repetition.period[level], repetition.moved(level)
-        if moved is not None and (later > end or not (repetition.stays(level) or self._as_later(level, later, moved))):
+        if moved is not None and (later > end or not (repetition.stays[level] or self._as_later(level, later, moved))):
             moved = None
         taken = moved is not None and self.first[level] == self.first[later] and repetition.continues(level)
         if not self.joined[level] and not self.joined[later]:  # as nearly everywhere

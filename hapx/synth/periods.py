@@ -78,15 +78,16 @@ class Repetition:
                 found[level] = numbers.setdefault((period, tuple(live)), len(numbers))
         return found
 
-    def stays(self, level: int) -> bool:
-        """Whether what is live before a level has its bits in the same places one period later, and is used alike. (Where it does not say so, it may
-        be so.)"""
-        own = self._standing[level]
-        return own >= 0 and own == self._standing[level + self.period[level]]
+    @cached_property
+    def stays(self) -> list[bool]:
+        """Per level whether what is live before it has its bits in the same places one period later, and is used alike. (Where it does not say so, it
+        may be so.)"""
+        standing, periods = self._standing, [*self.period, 0]
+        return [own >= 0 and own == standing[level + period] for level, (own, period) in enumerate(zip(standing, periods, strict=True))]
 
     def moved(self, level: int) -> Mapping[int, int] | None:
         """Where what is live has its bits one period later, if that is elsewhere; None where the two places are not alike."""
-        if self.stays(level):
+        if self.stays[level]:
             return {}
         pairs = self.pairs(level + self.period[level], self.period[level]) if self.names(level) is not None else None
         return {before: now for now, before, _ in pairs if now != before} if pairs is not None else None
@@ -163,7 +164,7 @@ class Repetition:
 
     def continues(self, level: int) -> bool:
         """Whether the step does with what is live what the step one period later does."""
-        if self.stays(level) and self.stays(level + 1):  # what stays live keeps its bits
+        if self.stays[level] and self.stays[level + 1]:  # what stays live keeps its bits
             step, other = self.steps[level], self.steps[level + self.period[level]]
             return (step.keep, step.result_shifts) == (other.keep, other.result_shifts)
         names, after = self.names(level), self.names(level + 1)

@@ -353,14 +353,17 @@ class Relaxation:
         rows: list[Rows] = [{} for _ in range(end)] + [last]
         offsets = [np.zeros(len(self.weights))] * (end + 1)
         same = False  # whether the tables after this step are those of one period later plus `delta`
-        delta = offsets[-1]
+        delta = beyond = raised = offsets[-1]  # most levels of a period have one offset: its sum with delta is made once
         for level, (later, moved, joins, alone, alike, taken) in reversed(list(enumerate(self.outline.later(self.repetition, end)))):
             # what is larger by a number per weight may not be so before a step that ends phases
             same = same and alike and level not in self._cuts
             if same and taken:
                 before = rows[later]
                 rows[level] = {at: before[moved.get(at, at)] for at in self.outline.places[level]} if moved else before
-                offsets[level] = offsets[later] + delta
+                if offsets[later] is not beyond:
+                    beyond = offsets[later]
+                    raised = beyond + delta
+                offsets[level] = raised
                 for join in joins:
                     other = ahead[join.level + later - level]
                     ahead.setdefault(join.level, Ahead(join, self.priced, other.needs, {})).repeat(level, other, later, delta)
@@ -372,7 +375,9 @@ class Relaxation:
                 self._join(level, join, rows, offsets[level], ahead)
             # what is known of joins ahead is not in the tables
             found = self._constant(rows, offsets, level, later, moved) if moved is not None and alone else None
-            same, delta = (True, found) if found is not None else (False, delta)
+            same = found is not None
+            if found is not None:
+                delta, raised = found, beyond + found
         return Context(0, end, dict(enumerate(rows)), offsets, uses)
 
     def _join(self, level: int, join: Join, rows: list[Rows], offset: Array, ahead: dict[int, Ahead]) -> None:

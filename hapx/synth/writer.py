@@ -5,7 +5,7 @@ In: the last partial program of a search. Out: a `Solution`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -95,7 +95,10 @@ class _Writer:
             self.gives[number] = Property(step.tensors[0], self.problem.tables[step.tensors[0]].placements[use.target])
             return
         choice = move.choice
-        self._append((level, choice.index), (id(step.kind), choice.index), lambda: self.problem.triples[level][choice.index])
+        made = self.problem.instructions.get((level, choice.index))
+        if made is None:
+            made = self._made((level, choice.index), (id(step.kind), choice.index), self.problem.triples[level][choice.index])
+        self.instructions.append(made)
         if choice.cost is not None:
             self.steps.append(choice.cost)
         for name, given in zip(step.outputs, choice.gives, strict=True):
@@ -109,20 +112,20 @@ class _Writer:
             self._convert(name, table, source, target, table.free_path(source, target))
 
     def _convert(self, name: str, table: TensorTable, source: int, target: int, path: tuple[Communication, ...]) -> None:
-        def triple() -> Triple:
-            return Triple(None, (Property(name, table.placements[source]),), (Property(name, table.placements[target]),), path)
-
-        self._append((name, source, target, id(path)), (id(table), source, target, id(path)), triple)  # of a path that the instruction holds
+        made = self.problem.instructions.get((name, source, target, id(path)))  # of a path that the instruction holds
+        if made is None:
+            before, after = (self.problem.theory.names.of(name, table.placements[p]) for p in (source, target))
+            kind = id(table), source, target, id(path)
+            made = self._made((name, source, target, id(path)), kind, Triple(None, (before,), (after,), path))
+        self.instructions.append(made)
         self.have[name][target] = None
 
-    def _append(self, key: object, kind: object, triple: Callable[[], Triple]) -> None:
+    def _made(self, key: object, kind: object, triple: Triple) -> Instruction:
         """An instruction that is made once for all programs; those of a kind cost the same."""
-        known = self.problem.instructions
-        if key not in known:
-            made = known[key] = Instruction(triple())
-            first = self.problem.firsts.setdefault(kind, made)
-            self.problem.costs.has_form_of(made.triple, first.triple)
-        self.instructions.append(known[key])
+        made = self.problem.instructions[key] = Instruction(triple)
+        first = self.problem.firsts.setdefault(kind, made)
+        self.problem.costs.has_form_of(triple, first.triple)
+        return made
 
     def needs(self) -> tuple[Property, ...]:
         """Parameters and buffers as stored, inputs and constants whole."""

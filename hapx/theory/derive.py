@@ -55,10 +55,10 @@ def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None, like: Theory 
         derivation = _Derivation(graph, mesh, grains)
         alike = tuple(derivation.number(i) for i in range(len(graph.nodes)))
         triples: Sequence[Sequence[Triple]] = tuple(map(derivation.triples, range(len(graph.nodes)), alike))
-        batch = batch_cuts(graph, mesh, grains)
+        batch, names = batch_cuts(graph, mesh, grains), derivation.names
     else:
         assert like.graph is graph and (len(like.mesh.axes), like.mesh.uneven) == (len(mesh.axes), mesh.uneven), "a theory of another kind of mesh"
-        triples, alike, batch = like.triples, like.alike, like.batch
+        triples, alike, batch, names = like.triples, like.alike, like.batch, like.names
     stored = _all_stored(graph, mesh, grains)
     outputs = {
         o.tensor: _stored(graph.refs[o.tensor], mesh, grains, graph.segments_of[o.tensor])
@@ -66,7 +66,7 @@ def derive(graph: Graph, mesh: Mesh, grains: Grains | None = None, like: Theory 
         else _allowed(graph, mesh, batch, o.tensor, o.role)
         for o in graph.outputs
     }
-    return Theory(graph, mesh, triples, stored, outputs, batch, alike)
+    return Theory(graph, mesh, triples, stored, outputs, batch, alike, names)
 
 
 def check_operators(graph: Graph) -> None:

@@ -49,7 +49,7 @@ class Shapes:
 
 
 class Names:
-    """The properties of a theory: one object for a tensor in a placement."""
+    """The properties of a theory: one object for a tensor in a placement, of which most are one object, too."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], Property] = {}
@@ -60,8 +60,11 @@ class Names:
     def __call__(self, refs: tuple[TensorRef, ...], placements: tuple[Placement, ...]) -> tuple[Property, ...]:
         return tuple([self._known.get((r.name, id(p))) or self._new(r.name, p) for r, p in zip(refs, placements, strict=True)])
 
+    def of(self, name: str, placement: Placement) -> Property:
+        return self._known.get((name, id(placement))) or self._new(name, placement)
+
     def _new(self, name: str, placement: Placement) -> Property:
-        # placements are unique objects, held by their shapes: their identity stands for them
+        # properties hold their placements: the identity of these stands for them
         found = self._known[name, id(placement)] = Property(name, placement)
         return found
 

@@ -78,11 +78,11 @@ def test_where_one_repetition_goes_over_into_another_nothing_leaps_too_far(word:
 def test_what_stays_is_what_names_say(deep, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = deep[0].steps
     found, levels = Repetition(steps), range(len(steps))
-    staying = [level for level in levels if found.stays(level)]
+    staying = [level for level in levels if found.stays[level]]
     quick = [(found.moved(level), found.continues(level)) for level in staying]
     assert len(staying) > len(steps) // 2
     assert sum(goes_on for _, goes_on in quick) > len(staying) // 2
-    monkeypatch.setattr(Repetition, "stays", lambda *_: False)
+    monkeypatch.setattr(Repetition, "stays", [False] * (len(steps) + 1))
     by_names = Repetition(steps)
     assert quick == [(by_names.moved(level), by_names.continues(level)) for level in staying]
 
