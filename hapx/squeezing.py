@@ -1,8 +1,7 @@
 """The program and the lengths whose peak is least, for where no program fits at the ratios that were tried.
 
-In: a problem, where to begin. Out: a program at lengths, with its peak. At every start the leanest program is looked for (`hapx.synth.lean`), in very
-small problems also among those that split the batch only, or the model; from the best one on, or the best few, in turns like the alternation
-(`hapx.turns`),
+In: a problem, where to begin. Out: a program at lengths, with its peak. At every start the leanest program is looked for (`hapx.synth.lean`), also
+among those that split the batch only, or the model; from the best one on, or the best few, in turns like the alternation (`hapx.turns`),
 
     B <- the ratios at which the program's sum is least,    lengths <- rounded, moved by single units while that takes the peak down,    Q <- the
     leanest there,
@@ -70,7 +69,8 @@ class Squeezing:
         self.costs, self.capacity = problem.costs, fitting.capacity
         self.units = UNITS // len(problem.steps)  # peaks that are left to look at
         self.small = len(problem.steps) <= VERY_FEW_STEPS
-        self.families: list[Family] = [None, *(seeds(problem) if self.small else ())]
+        # those of a seed have few moves; in problems that are not small they mostly fit where anything does, and are looked at before all programs
+        self.families: list[Family] = [None, *seeds(problem)] if self.small else [*seeds(problem), None]
 
     def tightest(self, starts: Iterable[Ratios]) -> Tight:
         """The first program that fits, else the one of the least peak that was found."""

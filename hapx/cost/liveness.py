@@ -27,7 +27,7 @@ from hapx.cost.footprints import Call, Route, call_of, route_of
 from hapx.cost.heap import Heap, Levels, Place, Record, Repeat, Storage, Stretch, moved
 from hapx.cost.local_sizes import LocalSizes
 from hapx.cost.model import CostModel
-from hapx.cost.rounds import Folded, short, whole
+from hapx.cost.rounds import Folded, computed_again, short, whole
 from hapx.cost.terms import Vector
 from hapx.ir import CONTINUOUS, Graph, Kind, Node, OpCall
 from hapx.plan import Communication, Program, Triple
@@ -54,7 +54,7 @@ Variables = dict[int, Storage | None]  # by the number of a property; None: a pa
 def peak(program: Program, graph: Graph, exact: CostModel, stored: Mapping[str, Placement]) -> Peak:
     """The peak of an iteration of `program`. exact: a cost model at its lengths (see `at_lengths`); stored: where parameters and buffers are."""
     assert exact.graph is graph, "the cost model is of another graph"
-    less = None if any(r.kind == "checkpoint" for r in graph.regions) else short(program, exact)
+    less = short(program, exact)
     found = _Walk(program, graph, exact, stored, less).run() if less is not None else None
     if found is None:
         found = _Walk(program, graph, exact, stored, whole(program)).run()
@@ -118,7 +118,7 @@ class _Walk:
         self.calls: dict[int, Call] = {}  # by form, as those of conversions
         self.routes: dict[tuple[int, bool, tuple[int, ...]], Route] = {}
         self.regions = self._regions()
-        self.spans = _between(self.regions, len(self.triples)) if self.regions else short.spans
+        self.spans = [_between(self.regions, start, stop) for start, stop in short.spans]
         self.taken: dict[int, list[Storage]] = {}
 
     # ---- the iteration -------------------------------------------------------------------------------------------------------
@@ -148,14 +148,15 @@ class _Walk:
         return _Walked(heap.levels(repeats, self._arrivals()), ahead[-1], before, repeats)
 
     def _ahead(self) -> list[Place]:
-        """Forward. Out: where it came to after every span."""
+        """Forward. Out: where it came to after every span of the program."""
         variables: Variables = dict.fromkeys(self.needs)
         places = []
-        for start, stop in self.spans:
-            again = start in self.regions
-            if again:
-                self.taken[start] = self._take(variables, start, stop)
-            self._forward(variables, start, stop, keeps=self.training and not again)
+        for spans in self.spans:
+            for start, stop in spans:
+                again = start in self.regions
+                if again:
+                    self.taken[start] = self._take(variables, start, stop)
+                self._forward(variables, start, stop, keeps=self.training and not again)
             places.append(self.heap.place)
         return places
 
@@ -164,12 +165,13 @@ class _Walk:
         roots = [p for p in self.gives if self.properties[p].tensor in self.graph.roots]
         self.cotangents.update((root, self.heap.new(self.local[root])) for root in dict.fromkeys(roots))
         places = []
-        for start, stop in reversed(self.spans):
-            if start in self.regions:
-                self._region_again(start, stop)
-            else:
-                for k in reversed(range(start, stop)):
-                    self._backward(k)
+        for spans in reversed(self.spans):
+            for start, stop in reversed(spans):
+                if start in self.regions:
+                    self._region_again(start, stop)
+                else:
+                    for k in reversed(range(start, stop)):
+                        self._backward(k)
             places.append(self.heap.place)
         return places
 
@@ -188,7 +190,7 @@ class _Walk:
     def _arrivals(self) -> Callable[[Key, int], Vector]:
         """What is there beside a gradient that arrives, in a round. Buckets are of all parameters, those of rounds that are left out among them."""
         left_out = self.short.left_out
-        start, stop = self.spans[1] if left_out else (0, 0)
+        start, stop = self.short.spans[1] if left_out else (0, 0)
         rounds = {key: [(p, key[1]) for p in self.short.chain(key[0], left_out)] for key, k in self.enters.items() if start <= k < stop}
         first, rest = ([key for key, k in self.enters.items() if key not in rounds and (k < start) is before] for before in (True, False))
         keys = [*first, *(own[r] for r in range(left_out + 1) for own in rounds.values()), *rest]
@@ -370,11 +372,10 @@ class _Walk:
     # ---- regions that are computed again -------------------------------------------------------------------------------------
 
     def _regions(self) -> dict[int, int]:
-        """Instructions [start, stop) of every checkpoint region: its nodes, and the conversions just before each of them."""
-        if not self.training:
-            return {}
-        after = {-1: 0} | {t.node: k + 1 for k, t in enumerate(self.triples) if t.node is not None}
-        return {after[r.start - 1]: after[r.stop - 1] for r in self.graph.regions if r.kind == "checkpoint" and r.start < r.stop}
+        """Where every checkpoint region begins, and ends, among the instructions that are walked."""
+        regions = computed_again(self.program, self.graph) if self.training else {}
+        place = {k: at for at, k in enumerate(self.short.instructions)} if regions else {}
+        return {place[start]: place[stop - 1] + 1 for start, stop in regions.items() if start in place}
 
     def _take(self, variables: Variables, start: int, stop: int) -> list[Storage]:
         """What a region reads from outside: it is kept until the region's backward."""
@@ -388,7 +389,7 @@ class _Walk:
     def _region_again(self, start: int, stop: int) -> None:
         """Its forward once more, now recorded, then its backward. Its results and their cotangents stay until its end."""
         made = dict.fromkeys(p for post in self.post[start:stop] for p in post)
-        inside: Variables = dict.fromkeys(p for p in range(len(self.properties)) if p not in made)
+        inside: Variables = dict.fromkeys(p for pre in self.pre[start:stop] for p in pre if p not in made)
         arrived = [self.cotangents[p] for p in made if p in self.cotangents]
         for cotangent in arrived:
             cotangent.holders += 1
@@ -399,10 +400,10 @@ class _Walk:
             self.heap.release(storage)
 
 
-def _between(regions: Mapping[int, int], size: int) -> tuple[tuple[int, int], ...]:
-    """Spans of `size` instructions: the regions, and what is between them. A region inside of another one is a part of it."""
-    borders = [0]
-    while borders[-1] < size:
+def _between(regions: Mapping[int, int], start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """Spans of the instructions [start, stop): the regions, and what is between them. A region inside of another one is a part of it."""
+    borders = [start]
+    while borders[-1] < stop:
         at = borders[-1]
-        borders.append(regions.get(at) or min((start for start in regions if start > at), default=size))
+        borders.append(regions.get(at) or min((first for first in regions if at < first < stop), default=stop))
     return tuple(pairwise(borders))

@@ -6,8 +6,8 @@ next one, does with every round that is left out what it does with the second on
 
 Invariant: instructions of neighbouring rounds read and make, place by place, properties that correspond one to one. A round reads what it makes
 itself or the one before it made, what is there from the start, and what all rounds read. What is made in a round that is not the last is read in the
-run only; the program gives it if it gives what corresponds to it in every round, and backward does not begin there. So the second round is followed
-by the last but one as by the third.
+run only; the program gives it if it gives what corresponds to it in every round, and backward does not begin there. Checkpoint regions lie inside of
+rounds. So the second round is followed by the last but one as by the third.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hapx.cost.model import CostModel
-from hapx.ir import OpCall
+from hapx.ir import Graph, OpCall, Region
 from hapx.numbering import Numbered, Numbering
 from hapx.plan import Program
 from hapx.repeats import Run, runs
@@ -58,25 +58,49 @@ def whole(program: Program) -> Folded:
 
 
 def short(program: Program, costs: CostModel) -> Folded | None:
-    """The program with most of its longest run left out, None where no run is long and regular enough. Found once for a program."""
-    known = program.__dict__.setdefault("hapx.cost.rounds.short", [])
-    if not known:
-        known.append(folded(program, _codes(program, costs), costs.graph.roots))
-    found: Folded | None = known[0]
-    return found
+    """The program with most of its longest run left out, None where no run is long and regular enough. Found once for a program and what of it is
+    computed again."""
+    known: dict[tuple[tuple[int, int], ...], Folded | None] = program.__dict__.setdefault("hapx.cost.rounds.short", {})
+    regions = tuple((r.start, r.stop) for r in _regions(costs.graph)) if costs.mode == "train" else ()
+    if regions not in known:
+        known[regions] = folded(program, costs)
+    return known[regions]
 
 
-def _codes(program: Program, costs: CostModel) -> list[int]:
-    """Equal for instructions that cost the same, and do the same to memory."""
+def folded(program: Program, costs: CostModel) -> Folded | None:
+    """As `short`."""
+    graph, size = costs.graph, len(program.instructions)
+    inside = [False] * size  # whether a border before it would cut a region
+    if costs.mode == "train":
+        for start, stop in computed_again(program, graph).items():
+            inside[start + 1 : stop] = [True] * (stop - start - 1)
+    codes = _codes(program, costs, inside)
+    found = max(runs(codes, size // (KEPT + FEWEST)), key=lambda run: run.stop - run.start - (KEPT - 1) * run.period, default=None)
+    begin = next((k for k in range(found.start, found.start + found.period) if not inside[k]), None) if found is not None else None
+    if found is None or begin is None:
+        return None
+    run = found._replace(start=begin)
+    return _Run(program.numbered, run, graph.roots).fold() if _rounds(run) >= KEPT + FEWEST else None
+
+
+def _codes(program: Program, costs: CostModel, inside: Sequence[bool]) -> list[int]:
+    """Equal for instructions that cost the same, and do the same to memory. inside: whether they lie in a region that begins before them."""
     triples, refs = [i.triple for i in program.instructions], costs.graph.refs
     shapes = [None if isinstance(t.body, OpCall) else refs[t.pre[0].tensor].shape for t in triples]
-    return list(map(Numbering().of_value, zip(costs.forms(program.instructions), shapes, strict=True)))
+    return list(map(Numbering().of_value, zip(costs.forms(program.instructions), shapes, inside, strict=True)))
 
 
-def folded(program: Program, codes: Sequence[int], roots: Collection[str] = ()) -> Folded | None:
-    """See `short`. codes: per instruction; roots: tensors at which backward begins."""
-    found = max(runs(codes, len(codes) // (KEPT + FEWEST)), key=lambda run: run.stop - run.start - (KEPT - 1) * run.period, default=None)
-    return _Run(program.numbered, found, roots).fold() if found is not None and _rounds(found) >= KEPT + FEWEST else None
+def _regions(graph: Graph) -> list[Region]:
+    return [r for r in graph.regions if r.kind == "checkpoint" and r.start < r.stop]
+
+
+def computed_again(program: Program, graph: Graph) -> dict[int, int]:
+    """Where every checkpoint region begins, and ends, among the instructions: it has its nodes, and the conversions just before each of them."""
+    regions = _regions(graph)
+    if not regions:
+        return {}
+    after = {-1: 0} | {i.triple.node: k + 1 for k, i in enumerate(program.instructions) if i.triple.node is not None}
+    return {after[r.start - 1]: after[r.stop - 1] for r in regions}
 
 
 def _rounds(run: Run) -> int:

@@ -319,10 +319,8 @@ def _incumbent(domain: Synthesis, statistics: Statistics, within: float, best: S
     """A good program of beams: of a narrow one for every seed, and of a narrow and a wide one that may choose whatever they like. Where the best is
     not wanted exactly, these two come first, and the seeds only if it may be further off than that."""
     problem = domain.problem
-    if problem.seeds is None:
-        problem.seeds = seeds(problem)
     several = len(problem.theory.mesh.axes) > 1
-    narrow, wide = [(seed, NARROW) for seed in problem.seeds], [(None, WIDTH)] if problem.exposed == 1 else []
+    narrow, wide = [(seed, NARROW) for seed in seeds(problem)], [(None, WIDTH)] if problem.exposed == 1 else []
     start = domain.start()
     for only, width in [(None, NARROW), *(wide + narrow if problem.within else narrow + wide)]:
         if best is not None and width == NARROW and start is not None and start.estimate >= best.estimate * (1 - within):

@@ -21,7 +21,13 @@ Mask = npt.NDArray[np.bool_]
 
 
 def seeds(problem: Problem) -> list[Mapping[int, Mask]]:
-    """By id of a step class, the choices that belong to a seed. None where the restriction says what is split."""
+    """By id of a step class, the choices that belong to a seed, found once. None where the restriction says what is split."""
+    if problem.seeds is None:
+        problem.seeds = _seeds(problem)
+    return problem.seeds
+
+
+def _seeds(problem: Problem) -> list[Mapping[int, Mask]]:
     if problem.restriction.split != "auto":
         return []
     axes = len(problem.theory.mesh.axes)

@@ -12,8 +12,9 @@ import pytest
 import hapx.cost.liveness as liveness
 import hapx.cost.rounds as rounds
 from hapx.cost.liveness import Peak
+from hapx.cost.model import CostModel
 from hapx.cost.rounds import Folded, folded, whole
-from hapx.ir import Graph
+from hapx.ir import Graph, Region
 from hapx.lower import Candidate
 from hapx.planner import Counters, Setting, key_of, plan_spmd
 from hapx.restriction import restriction
@@ -33,7 +34,7 @@ def walked(candidate: Candidate, short: Folded) -> Peak | None:
 
 
 def shortened(candidate: Candidate) -> Folded | None:
-    return folded(candidate.program, rounds._codes(candidate.program, candidate.exact), candidate.theory.graph.roots)
+    return folded(candidate.program, candidate.exact)
 
 
 def equal(one: Peak | None, other: Peak | None) -> bool:
@@ -78,6 +79,44 @@ def test_in_evaluation() -> None:
         assert equal(walked(candidate, whole(candidate.program)), walked(candidate, short))
 
 
+REGIONS = {
+    "layers": [(3 * i, 3 * i + 3) for i in range(18)],
+    "all layers but the last": [(3 * i, 3 * i + 3) for i in range(17)],
+    "every other layer": [(3 * i, 3 * i + 3) for i in range(0, 18, 2)],
+    "parts of layers": [(3 * i, 3 * i + 2) for i in range(18)],
+    "across layers": [(3 * i + 1, 3 * i + 4) for i in range(17)],
+    "the first half": [(3 * i, 3 * i + 3) for i in range(9)],
+}
+
+
+def again(name: str) -> Graph:
+    """The deep graph with checkpoint regions."""
+    return replace(deep(), regions=tuple(Region("checkpoint", start, stop) for start, stop in REGIONS[name]))
+
+
+@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize("strategy", ["zero", "dp-even"])
+def test_layers_that_are_computed_again(name: str, strategy: str) -> None:
+    for candidate in candidates(again(name), FOUR, strategy):
+        program, short = candidate.program, shortened(candidate)
+        assert short is not None
+        regions = rounds.computed_again(program, candidate.theory.graph)
+        borders = {short.instructions[start] for start, stop in short.spans if start < stop}
+        assert len(regions) == len(REGIONS[name])
+        assert not any(start < border < stop for border in borders for start, stop in regions.items())
+        assert equal(walked(candidate, whole(program)), walked(candidate, short))
+
+
+def test_a_program_is_shortened_for_what_is_computed_again() -> None:
+    candidate = candidates(again("layers"), FOUR, "zero")[0]
+    plain = replace(candidate, theory=replace(candidate.theory, graph=deep()))
+    costs = CostModel(plain.theory, FOUR, "fp32", "adamw", "train")
+    before, now = rounds.short(candidate.program, candidate.costs), rounds.short(candidate.program, costs)
+    assert before is not now
+    assert now is rounds.short(candidate.program, costs)
+    assert before is rounds.short(candidate.program, candidate.costs)
+
+
 @pytest.mark.parametrize("kind", ["all are read", "some are read", "a mask for each"])
 def test_layers_that_are_not_alike_are_walked(kind: str) -> None:
     assert all(shortened(c) is None for c in candidates(deep(kind=kind), FOUR, "dp-even"))
@@ -100,9 +139,11 @@ def test_what_is_asked_of_runs_is_needed(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_regions_inside_of_regions_are_part_of_them() -> None:
-    assert liveness._between({}, 4) == ((0, 4),)
-    assert liveness._between({2: 9, 3: 5, 9: 11}, 14) == ((0, 2), (2, 9), (9, 11), (11, 14))
-    assert liveness._between({0: 3}, 3) == ((0, 3),)
+    assert liveness._between({}, 0, 4) == ((0, 4),)
+    assert liveness._between({2: 9, 3: 5, 9: 11}, 0, 14) == ((0, 2), (2, 9), (9, 11), (11, 14))
+    assert liveness._between({0: 3}, 0, 3) == ((0, 3),)
+    assert liveness._between({2: 9, 9: 11, 14: 16}, 9, 14) == ((9, 11), (11, 14))
+    assert liveness._between({2: 9}, 9, 9) == ()
 
 
 def test_what_is_found_out_about_a_program_is_not_sent_along() -> None:
