@@ -18,6 +18,7 @@ from hapx.balancer.descent import descend
 from hapx.balancer.rounding import Lengths
 from hapx.by_peaks import around
 from hapx.cluster.spec import ClusterSpec
+from hapx.cost.exposed import ALL, NONE, Exposed
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError, PlanError, kept, nearest
@@ -189,9 +190,9 @@ class Alternation(Turns):
         shares = self.costs.lengths_to_shares(lengths)
         times = least(self.problem, shares) / known
         if times > HOPELESS:
-            self.problem.exposed = 0.0
+            self.problem.exposed = NONE
             times = least(self.problem, shares) / known
-            self.problem.exposed = 1.0
+            self.problem.exposed = ALL
         return times
 
     def _further(self, known: float) -> None:
@@ -315,11 +316,11 @@ class Alternation(Turns):
             self.alternate(dict.fromkeys(self.starts.rows, even), inf)
         return [candidate for key, candidate in self.found.items() if key not in known]
 
-    def exposing(self, part: float, above: float) -> list[Candidate]:
+    def exposing(self, part: Exposed, above: float) -> list[Candidate]:
         """The program that is best where only this part of the sums of gradients counts (see `hapx.overlap`), at the best ratios so far (where none
         counts: at those where everything begins), and at its own. None where the bound says that all programs take more than `above` then. What
         is known of all sums stays as it is."""
-        start = self.starts.by_kind(self.best().shares) if part else self.starts.usual()[0]
+        start = self.starts.by_kind(self.best().shares) if any(part) else self.starts.usual()[0]
         known = self.found, self.searched, self.prices, self.fitting.limits, list(self.problem.programs)
         self.found, self.searched, self.problem.exposed = {}, set(), part
         try:
@@ -328,4 +329,4 @@ class Alternation(Turns):
             return list(self.found.values())
         finally:
             self.found, self.searched, self.prices, self.fitting.limits, self.problem.programs = known
-            self.problem.exposed = 1.0
+            self.problem.exposed = ALL

@@ -9,6 +9,9 @@ ends take equally long. What all these expose may be much, or nothing: then come
 least A + e S is a concave function of e, so between two ends it lies above their chord and below the lines of all programs: where these are close,
 nothing is searched for.
 
+On two levels sums inside of machines have links of their own, and are hidden where those between machines are not. So last come the corner where all
+sums between machines count and none inside, and, if its program is the fastest so far, that at what it exposes.
+
 In: the alternation of a view that was searched, its best candidate, and one that gives candidates their simulated times. Out: further candidates,
 which only the simulator can rank.
 """
@@ -21,13 +24,14 @@ from math import prod
 from typing import NamedTuple
 
 from hapx.alternation import Alternation
+from hapx.cost.exposed import ALL, BETWEEN, NONE, Exposed
 from hapx.ir import Kind
 from hapx.lower import Candidate
 from hapx.synth.search import EXACT
 
 SEARCHES = (3, 6)  # at most; the latter in problems that are solved to the end (`EXACT`)
+INSIDE = 2  # and on two levels, where sums inside of machines do not count
 WORTH = 1e-3  # relative gain below which nothing is searched for
-ALIKE = 0.05  # parts of the sums that differ by less are searched with once
 
 
 class Line(NamedTuple):
@@ -45,17 +49,19 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
     """Candidates of a view from searches that count only a part of the sums of gradients. best: the view's cheapest by the additive cost. known:
     simulated seconds of the best of all views."""
     found: list[Candidate] = []
-    counted = [1.0]  # parts of the sums that were searched with
+    counted = [ALL]  # parts of the sums that were searched with
     programs = {id(best.program)}
     ends = [line(best)]
     lines = [*ends]
-    most = SEARCHES[len(alternation.problem.steps) <= EXACT]
+    left = SEARCHES[len(alternation.problem.steps) <= EXACT]
 
-    def searched(part: float) -> Line | None:
+    def searched(part: Exposed) -> Line | None:
         """The cheapest with this part of the sums, if it may be worth it and its program is new."""
-        if len(counted) > most or any(abs(part - e) <= ALIKE for e in counted):
+        nonlocal left
+        if not left or any(part.like(other) for other in counted):
             return None
         counted.append(part)
+        left -= 1
         new = alternation.exposing(part, known * (1 - WORTH))
         if not new or id(new[0].program) in programs:
             return None
@@ -63,7 +69,7 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
         found.extend(new)
         made = line(min(new, key=lambda c: c.cost))
         lines.append(made)
-        if part == 0.0:
+        if part == NONE:
             ends.append(made)
         return made
 
@@ -82,17 +88,22 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
     def follow(part: float | None) -> None:
         """From one program to the next, as long as there is a new one."""
         while part is not None:
-            at = searched(part) if promising(part) else None
+            at = searched(Exposed.alike(part)) if promising(part) else None
             part = bare(at) if at is not None else None
 
-    if _all_sums(alternation) < known and searched(0.0) is None:
+    if _all_sums(alternation) < known and searched(NONE) is None:
         return found  # nothing is faster even where all sums hide, or one program is the best for every part
     for end in ends:  # to which the search with none of them may add
         follow(bare(end))
     if len(ends) > 1:
         follow(crossing(*ends))
-    while any(promising(part) and searched(part) is not None for part in beside(lines, timed)):
+    while any(promising(part) and searched(Exposed.alike(part)) is not None for part in beside(lines, timed)):
         follow(bare(lines[-1]))
+    if not all(links.cuts for links in alternation.costs.links):
+        left, fastest = INSIDE, min(timed(own.candidate).time for own in lines)
+        at = searched(BETWEEN)
+        if at is not None and timed(at.candidate).time < fastest:
+            searched(Exposed(bare(at), 0.0))
     return found
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from hapx.balancer.lp import Objective, balance, objective
 from hapx.balancer.rounding import Lengths, fit, fullest, improve, level_ratios, per_device, round_ratios
 from hapx.by_peaks import ByPeaks
+from hapx.cost.exposed import ALL
 from hapx.cost.model import CostModel
 from hapx.cost.terms import Shares, Vector
 from hapx.errors import InsufficientMemoryError
@@ -251,7 +252,7 @@ class Turns:
         then, where none fits, the one of least memory, and, in problems that are not small, those whose sums fit here, but not their peaks. Nothing
         where all programs take more than `above`; a good one will do where all take more than `known`."""
         found, others, high = self._by_sums(lengths, above, known)
-        worth = bool(others) and self.problem.exposed == 1 and others[0].cost < UNLIKELY * self._known()
+        worth = bool(others) and self.problem.exposed == ALL and others[0].cost < UNLIKELY * self._known()
         if self.beams and worth and self.possible():
             self.by_peaks(lengths)
         return found, (*others, *high) if self.shifted else others

@@ -19,6 +19,7 @@ import pytest
 from benchmarks.planning_cases import Case, case, case_with
 from hapx.alternation import BY_NAME, Alternation
 from hapx.cluster.spec import ClusterSpec, DeviceType, Link
+from hapx.cost.exposed import ALL
 from hapx.cost.memory import RESERVE
 from hapx.cost.terms import Vector
 from hapx.errors import InsufficientMemoryError
@@ -98,7 +99,7 @@ def test_a_view_in_which_nothing_comes_near_is_not_searched(seed: int) -> None:
     for times in (0.5, 1.0, 2.0):  # of another view
         searched = alternation()
         found[times] = searched.candidates(times * best)
-        assert searched.problem.exposed == 1.0
+        assert searched.problem.exposed == ALL
         assert (searched.hopeless > HOPELESS and not searched.counters.alternations) == (not found[times])
     assert not found[0.5]
     assert min(c.cost for c in found[1.0]) == min(c.cost for c in found[2.0]) == best

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hapx.cost.copies import AFTER, BEFORE, WHOLE, Copies, copied, sort
+from hapx.cost.exposed import ALL, Exposed
 from hapx.cost.network import SCALAR_BYTES
 from hapx.cost.table import TermTable
 from hapx.cost.terms import Piece, Shares
@@ -206,7 +207,7 @@ class EdgePrices:
             self.rows[ways, chosen[:, 0]] = np.stack([np.full(len(chosen), len(self.parts)), row], axis=1)
             self.parts.append(part)
 
-    def at(self, shares: Shares, exposed: float = 1.0) -> EdgesPriced:
+    def at(self, shares: Shares, exposed: Exposed = ALL) -> EdgesPriced:
         """At the given shares. exposed: how much of the sums of gradients counts."""
         at = np.zeros((len(self._cuts) + 1, self._const.shape[1]))
         for i, cut in enumerate(self._cuts):
@@ -295,7 +296,7 @@ class EdgePrices:
 class EdgesPriced:
     """Edges at shares. fractions: of tensors, per kind, by the numbers of `EdgePrices`."""
 
-    def __init__(self, prices: EdgePrices, shares: Shares, fractions: Array, exposed: float):
+    def __init__(self, prices: EdgePrices, shares: Shares, fractions: Array, exposed: Exposed):
         self.prices, self.shares, self.fractions, self.exposed = prices, shares, fractions, exposed
         self.values = [self._values(part) for part in prices.parts]
         self.copies = [self._copies(part) for part in prices.parts]
@@ -339,7 +340,8 @@ class EdgesPriced:
             np.maximum.reduce([np.array(a) * first + np.array(b) * second + np.outer(part.latency, c) for a, b, c in pieces])
             for pieces in (links.pieces(part.collective, form) for form in forms)
         ]
-        return found if self.exposed == 1.0 else [np.where(part.sums[:, None], self.exposed * seconds, seconds) for seconds in found]
+        counted = self.exposed.of(links.cuts)
+        return found if counted == 1.0 else [np.where(part.sums[:, None], counted * seconds, seconds) for seconds in found]
 
     def _copies(self, part: Part) -> list[tuple[Array, Array]]:
         """Per form, seconds of copies forward and backward: rows x kinds."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from hapx.cost.exposed import ALL, Exposed
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.terms import Shares, Term
 from hapx.ir import Kind, TensorRef
@@ -61,7 +62,7 @@ class Enumeration:
     `found`: (seconds, bytes per kind) of each."""
 
     def __init__(self, theory: Theory, costs: CostModel, shares: Shares, limits: Array | None = None, forms: frozenset[str] = ALL_FORMS,
-                 most: int | None = None, exposed: float = 1.0):  # fmt: skip
+                 most: int | None = None, exposed: Exposed = ALL):  # fmt: skip
         self.theory, self.costs, self.shares, self.limits, self.forms, self.most = theory, costs, shares, limits, forms, most
         self.exposed = exposed
         self.graph = theory.graph
@@ -179,7 +180,7 @@ class Enumeration:
         for c in step.communication:
             value = self._at(c.term)
             if c.direction == "synchronise":
-                cost += self.exposed * max(value)
+                cost += self.exposed.of(c.cuts) * max(value)
             elif c.direction == "forward":
                 cost, forward = (cost + max(forward) + max(value), self.zero) if c.cuts else (cost, _plus(forward, value))
             else:

@@ -17,6 +17,7 @@ from itertools import accumulate
 from operator import and_, mul, or_, truediv
 from typing import NamedTuple, Protocol, TypeVar
 
+from hapx.cost.exposed import ALL, Exposed
 from hapx.cost.terms import Shares
 from hapx.synth.conversions import Converted, conversions
 from hapx.synth.effect import Effect, Vector, cheaper, compose, nothing
@@ -251,7 +252,7 @@ class Moves:
         """The effect of storing a parameter."""
         return self._effect(kept.step)
 
-    def _effect(self, step: StepTerms, exposed: float = 1.0) -> Effect:
+    def _effect(self, step: StepTerms, exposed: Exposed = ALL) -> Effect:
         return self._counted(self.values.effect(step, exposed), step.memory)
 
     def _counted(self, effect: Effect, memory: int) -> Effect:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hapx.cost.compute import lies, work
+from hapx.cost.exposed import ALL, Exposed
 from hapx.cost.memory import converted_again, forgotten, kept
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.table import TermTable
@@ -116,7 +117,7 @@ class Problem:
     watch: Callable[[int, float, float | None], None] | None = None  # see `hapx.synth.astar.Watch`
     within: float = 0.0  # relative distance from the optimum that is good enough; see `hapx.synth.search`
     rough: float = 0.0  # the same, where searches are as long as ever
-    exposed: float = 1.0  # how much of the sums of gradients counts, where the rest is taken to run behind backward; see `hapx.overlap`
+    exposed: Exposed = ALL  # how much of the sums of gradients counts
     brief: bool = False  # whether searches that cannot be short are to end soon
     programs: list[Any] = field(default_factory=list)  # last states of searches at other shares, the latest first
     at_prices: dict[Any, Any] = field(default_factory=dict)  # last states of searches where memory has a price, by what they do, the latest last

@@ -34,6 +34,7 @@ from operator import attrgetter, le, mul
 import numpy as np
 
 from hapx.cluster.units import show
+from hapx.cost.exposed import ALL
 from hapx.cost.model import CostModel, StepCost
 from hapx.cost.terms import Shares
 from hapx.errors import InsufficientMemoryError, PlanError
@@ -281,7 +282,7 @@ def _search(
     found = [state for last in (*problem.programs, *begin) if (state := domain.follow(last)) is not None]
     best = min(found, key=lambda s: s.estimate, default=None)
     within = _tolerance(problem) if tolerance is None else tolerance
-    if best is None or problem.exposed < 1:  # what was found where all counts is far from the best where a part does
+    if best is None or problem.exposed != ALL:  # what was found where all counts is far from the best where a part does
         best = _incumbent(domain, statistics, within, best)
     else:
         best = _sharpened(domain, statistics, within, best)
@@ -290,15 +291,15 @@ def _search(
             best = beam(domain, width, statistics, best, WORTH * within)
     own = Statistics()
     several = len(problem.theory.mesh.axes) > 1
-    short = problem.brief or problem.within > 0 or (problem.exposed < 1 and several)
+    short = problem.brief or problem.within > 0 or (problem.exposed != ALL and several)
     pace = PACE if len(problem.steps) > EXACT else PACE[:1] if problem.brief and several else ()
-    sharpened = len(problem.steps) <= (EXACT if problem.within or problem.exposed < 1 else SHARP)
+    sharpened = len(problem.steps) <= (EXACT if problem.within or problem.exposed != ALL else SHARP)
     sharpen = _sharpen(domain) if sharpened else None
     best = search(domain, own, best, min(budget, SHORT) if short else budget, within, problem.watch, pace, (known, SHORT), sharpen)
     before = best
     far = best is not None and (best.estimate * (1 - own.gap) > known or (len(problem.steps) > EXACT and best.estimate > FARTHER * known))
     if wide and not far and not problem.within and own.unproven and not _found_by_wider(domain, best):
-        best = _widened(domain, own, best, SHARPENED if domain.sharp else WIDE[several] if problem.exposed == 1 else PARTLY, within)
+        best = _widened(domain, own, best, SHARPENED if domain.sharp else WIDE[several] if problem.exposed == ALL else PARTLY, within)
         if best is not None:
             problem.widened[problem.exposed, domain.moves.capacity] = best, domain.moves.values.shares
     solvable = not far and not several and len(problem.steps) <= NEARLY[1] and tolerance is None and not short
@@ -320,14 +321,14 @@ def _incumbent(domain: Synthesis, statistics: Statistics, within: float, best: S
     not wanted exactly, these two come first, and the seeds only if it may be further off than that."""
     problem = domain.problem
     several = len(problem.theory.mesh.axes) > 1
-    narrow, wide = [(seed, NARROW) for seed in seeds(problem)], [(None, WIDTH)] if problem.exposed == 1 else []
+    narrow, wide = [(seed, NARROW) for seed in seeds(problem)], [(None, WIDTH)] if problem.exposed == ALL else []
     start = domain.start()
     for only, width in [(None, NARROW), *(wide + narrow if problem.within else narrow + wide)]:
         if best is not None and width == NARROW and start is not None and start.estimate >= best.estimate * (1 - within):
             break
         domain.only = only
         best = beam(domain, width, statistics, best, WORTH * within)
-        if best is not None and only is None and (width == WIDTH or problem.exposed < 1 or not several):
+        if best is not None and only is None and (width == WIDTH or problem.exposed != ALL or not several):
             best = _sharpened(domain, statistics, within, best)
     domain.only = None
     return best

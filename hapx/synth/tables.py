@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, permutations, product
 
+from hapx.cost.exposed import ALL, Exposed
 from hapx.cost.model import CommunicationCost, CostModel, StepCost
 from hapx.cost.table import Matrix, TermTable
 from hapx.cost.terms import Shares, Term
@@ -67,14 +68,14 @@ class Values:
             self._values.append(tuple(term.at(self.shares).tolist()))
         return self._values[number]
 
-    def events(self, step: StepTerms, exposed: float = 1.0) -> list[Event]:
+    def events(self, step: StepTerms, exposed: Exposed = ALL) -> list[Event]:
         """The communications of a step. exposed: how much of what is synchronised counts."""
         events: list[Event] = [(d, self[n], cuts) for d, n, cuts in step.communication]  # type: ignore[misc]
-        if exposed != 1.0:
-            events = [(d, tuple([exposed * x for x in own]) if d == "synchronise" else own, cuts) for d, own, cuts in events]
+        if exposed != ALL:
+            events = [(d, tuple([exposed.of(cuts) * x for x in own]) if d == "synchronise" else own, cuts) for d, own, cuts in events]
         return events
 
-    def effect(self, step: StepTerms, exposed: float = 1.0) -> Effect:
+    def effect(self, step: StepTerms, exposed: Exposed = ALL) -> Effect:
         """Of a step (see `events`)."""
         return effect(self.events(step, exposed), self[step.forward], self[step.backward], self[step.memory])
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hapx.cost.edges import Bundle, Edge
+from hapx.cost.exposed import ALL, Exposed
 from hapx.cost.model import CommunicationCost, Direction, StepCost
 from hapx.cost.terms import Piece, Shares, Term
 from hapx.ir import Graph, Kind, Node, OpCall, Output, Ref, TensorRef
@@ -131,7 +132,7 @@ class ToyPrices:
         """Every edge has its own."""
         return np.arange(len(self.edges))
 
-    def at(self, shares: Shares, exposed: float = 1.0) -> ToyPriced:
+    def at(self, shares: Shares, exposed: Exposed = ALL) -> ToyPriced:
         return ToyPriced(self, shares, exposed)
 
     def ends_phases(self) -> np.ndarray:
@@ -149,7 +150,7 @@ class ToyPriced:
 
     prices: ToyPrices
     shares: Shares
-    exposed: float
+    exposed: Exposed
 
     def moved(self, number: int, form: Form, free: bool) -> None:
         return None
@@ -166,7 +167,7 @@ class ToyPriced:
             costs = costs_of.conversion(edge.ref, (step,), edge.after).communication
             total = np.zeros(len(forward))
             for c in costs:
-                value = c.term.at(shares) * (self.exposed if c.direction == "synchronise" else 1.0)
+                value = c.term.at(shares) * (self.exposed.of(c.cuts) if c.direction == "synchronise" else 1.0)
                 joins = c.cuts or c.direction == "synchronise"
                 total += value.max() if joins else (forward if c.direction == "forward" else backward) @ value * alone
             found.append(total)

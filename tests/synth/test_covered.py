@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 
+from hapx.cost.exposed import ALL, NONE, Exposed
 from hapx.restriction import Restriction
 from hapx.synth import astar, moves
 from hapx.synth.astar import Statistics, Width, beam, search
@@ -44,11 +45,11 @@ SOURCES = ["toys", "flat", "2x2", pytest.param("2x2, two layers", marks=pytest.m
 QUICKLY = [TWO_AXES if source == "2x2" else source for source in SOURCES]
 
 
-def real(source: str, exposed: float = 1.0) -> Iterator[Synthesis]:
+def real(source: str, exposed: Exposed = ALL) -> Iterator[Synthesis]:
     """At shares in proportion to speed, and at even ones."""
     view, attention, cnn = source.split(",")[0], Attention(mask="float"), CNN()
     for of in (gpt(view, 1 if source == "2x2" else 2), case(cnn, cnn.example(8), view), case(attention, attention.example(6), view)):
-        for part, prices in ((exposed, None), (0.0, (1e-9,) * of.problem.terms.kinds)):
+        for part, prices in ((exposed, None), (NONE, (1e-9,) * of.problem.terms.kinds)):
             of.problem.exposed = part
             yield of.domain(prices)
         yield Synthesis(of.problem, of.shares, None, capacity=(1e6,) * of.problem.terms.kinds)

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.random_cases import FLAT, LEAST, PADDED, SQUARE, random_case
 from benchmarks.whole_space import RULE, binding_limits, compare
+from hapx.cost.exposed import ALL, BETWEEN, NONE, Exposed
 from hapx.plan import Mesh
 from hapx.synth import astar, search
 from hapx.synth.domain import State, Synthesis
@@ -40,7 +41,7 @@ def test_equals_enumeration_where_sums_of_gradients_count_in_part(mesh: Mesh, se
     assert case is not None
     problem = build(case.theory, case.costs, RULE)
     costs = []
-    for exposed in (0.0, 0.3, 1.0):
+    for exposed in (NONE, Exposed.alike(0.3), ALL, BETWEEN, Exposed(0.3, 0.7)):
         problem.exposed = exposed
         costs.append(solve(problem, case.shares, None, program_key(case.theory)).cost)
         least = Enumeration(case.theory, case.costs, case.shares, forms=PADDED, exposed=exposed).run().cost

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hapx.cost.exposed import BETWEEN, NONE, Exposed
 from hapx.errors import InsufficientMemoryError
 from hapx.ir import Output
 from hapx.restriction import Restriction
@@ -57,7 +58,7 @@ def test_hopeless_moves_are_found_in_arrays(seed, monkeypatch):
     assert found.statistics.generated <= usual.statistics.generated
 
 
-@pytest.mark.parametrize("exposed", (0.0, 0.4))
+@pytest.mark.parametrize("exposed", (NONE, Exposed.alike(0.4), BETWEEN))
 @pytest.mark.parametrize("seed", SEEDS[::5])
 def test_equals_enumeration_where_sums_of_gradients_count_in_part(seed, exposed):
     theory, costs, shares = case(seed)
