@@ -31,6 +31,7 @@ from hapx.synth.search import EXACT
 
 SEARCHES = (3, 6)  # at most; the latter in problems that are solved to the end (`EXACT`)
 INSIDE = 2  # and on two levels, where sums inside of machines do not count
+LESS = 1.25  # times what is known, up to which programs are searched for with a part of the sums: of theirs less may be exposed
 WORTH = 1e-3  # relative gain below which nothing is searched for
 
 
@@ -62,7 +63,7 @@ def overlapped(alternation: Alternation, best: Candidate, timed: Callable[[Candi
             return None
         counted.append(part)
         left -= 1
-        new = alternation.exposing(part, known * (1 - WORTH))
+        new = alternation.exposing(part, known * (1 - WORTH) * (LESS if any(part) else 1.0))
         if not new or id(new[0].program) in programs:
             return None
         programs.add(id(new[0].program))
