@@ -24,6 +24,7 @@ def _row(name: str, memory: float, bandwidth: float, source: str, efficiency: fl
 _TURING = "NVIDIA Turing GPU architecture whitepaper"
 _GA102 = "NVIDIA Ampere GA102 GPU architecture whitepaper"
 _ADA = "NVIDIA Ada GPU architecture whitepaper"
+_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper"
 _A100 = "NVIDIA A100 Tensor Core GPU datasheet"
 _V100 = "NVIDIA Tesla V100 GPU accelerator datasheet"
 _P100 = "NVIDIA Tesla P100 GPU accelerator datasheet"
@@ -61,13 +62,20 @@ _ROWS = (
     _row("RTX-2080-Ti", 11, 616, _TURING, fp32=13.4, fp16=53.8),
     _row("RTX-3060", 12, 360, f"GeForce RTX 3060 product page; tensor rates in the ratios of the {_GA102}",
          fp32=12.7, tf32=12.7, bf16=25.5, fp16=25.5),
+    _row("RTX-3070", 8, 448, _GA102, fp32=20.3, tf32=20.3, bf16=40.6, fp16=40.6),
     _row("RTX-3080", 10, 760, _GA102, fp32=29.8, tf32=29.8, bf16=59.5, fp16=59.5),
     _row("RTX-3090", 24, 936, _GA102, fp32=35.6, tf32=35.6, bf16=71, fp16=71),
     _row("RTX-4060-Ti-16GB", 16, 288, f"GeForce RTX 4060 Ti product page; tensor rates in the ratios of the {_ADA}",
          fp32=22.1, tf32=22.1, bf16=44.1, fp16=44.1),
+    _row("RTX-4070", 12, 504, f"GeForce RTX 4070 product page; tensor rates in the ratios of the {_ADA}", fp32=29.1, tf32=29.1, bf16=58.3, fp16=58.3),
+    _row("RTX-4070-Ti", 12, 504, f"GeForce RTX 4070 Ti product page; tensor rates in the ratios of the {_ADA}",
+         fp32=40.1, tf32=40.1, bf16=80.2, fp16=80.2),
     _row("RTX-4080", 16, 716.8, _ADA, fp32=48.7, tf32=48.7, bf16=97.5, fp16=97.5),
     _row("RTX-4090", 24, 1008, _ADA, fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2),
-    _row("RTX-5090", 32, 1792, "NVIDIA RTX Blackwell GPU architecture whitepaper", fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5),
+    _row("RTX-5070", 12, 672, _BLACKWELL, fp32=30.9, tf32=30.9, bf16=61.7, fp16=61.7),
+    _row("RTX-5070-Ti", 16, 896, _BLACKWELL, fp32=43.9, tf32=43.9, bf16=87.9, fp16=87.9),
+    _row("RTX-5080", 16, 960, _BLACKWELL, fp32=56.3, tf32=56.3, bf16=112.6, fp16=112.6),
+    _row("RTX-5090", 32, 1792, _BLACKWELL, fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5),
     # AMD; an MI250X shows itself as two devices, this is one of them, with matrix-core rates
     _row("MI250X-GCD", 64, 1638, "AMD Instinct MI250X datasheet (one of two dies)", fp32=47.9, bf16=191.5, fp16=191.5, fp64=23.9),
     _row("MI300X", 192, 5300, "AMD Instinct MI300X datasheet", fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, fp64=81.7),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from hapx.planner import key_of, views
 from hapx.progress import Teller
 from hapx.restriction import AUTO, BASELINES
 from hapx.setting import Counters, Setting
-from hapx.squeezing import Ratios, Squeezing, Tight
+from hapx.squeezing import FAR, VERY_FEW_STEPS, Family, Ratios, Squeezing, Tight
 from hapx.synth.astar import Statistics, beam
 from hapx.synth.domain import moves_of
 from hapx.synth.lean import WIDTHS, Lean, leanest
@@ -184,6 +185,28 @@ def test_in_very_small_problems_other_families_of_programs_may_lead_to_less(seed
     assert 1 < found.part < 0.95 * plain.part
     peak, _ = alternation.fitting.peak(found.solution, found.lengths)
     assert found.part == pytest.approx(float((peak / alternation.fitting.capacity).max()))
+
+
+@pytest.mark.parametrize("room", [4.0, 0.001])
+def test_plain_families_are_asked_before_all_programs(gpt: Graph, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In problems that are not very small: they have few moves, and where one fits nothing else is asked."""
+    own, asked = at_lengths(gpt, SCARCE, "even"), list[Family]()
+    own.fitting.capacity = own.fitting.capacity * room
+
+    def seen(*of: Any) -> Solution | None:
+        asked.append(of[-1])
+        return leanest(*of)
+
+    monkeypatch.setattr("hapx.squeezing.leanest", seen)
+    squeezing = Squeezing(
+        own.problem, own.fitting, lambda s: objective(s.steps, s.storage, len(own.costs.sizes)), lambda _: own.lengths, free=False, fixed={}
+    )
+    tight = squeezing.tightest([{}])
+    assert len(own.problem.steps) > VERY_FEW_STEPS
+    if room > 1:
+        assert tight.part <= 1 and len(asked) == 1 and asked[0] is not None
+    else:
+        assert tight.part > FAR and [family is None for family in asked] == [False, False, True]
 
 
 def test_a_family_that_cannot_do_a_step_leads_nowhere(gpt: Graph) -> None:
