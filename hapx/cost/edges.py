@@ -324,10 +324,10 @@ class EdgesPriced:
                 found.append(np.where(part.joins[:, None], together, apart if alone else 0.0) + ahead @ forward.T + back @ backward.T)
             every.append(np.where(part.even[:, None], found[0], np.minimum.reduce(found)))
         known = np.concatenate([*every, np.full((1, len(forward)), np.inf)])  # last: nowhere
-        prices: Array = np.minimum.reduce(known[self.prices.ways])
+        prices: Array = np.minimum.reduce(known.take(self.prices.ways, axis=0))
         prices[np.isinf(prices)] = 0.0  # nothing moves
         of_recut, terms, waited, forth = self.prices.recuts.T
-        seconds = self.prices.terms.values(self.shares)[terms]
+        seconds = self.prices.terms.values(self.shares).take(terms, axis=0)
         own = np.where(forth[:, None], seconds @ forward.T, seconds @ backward.T) if alone else 0.0
         np.add.at(prices, of_recut, np.where(waited[:, None], seconds.max(axis=1, keepdims=True), own))
         return prices

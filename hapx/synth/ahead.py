@@ -98,7 +98,8 @@ class Ahead:
         else:
             own = self._conversions(read.part)  # from where it was, or from where the step needs it
             rest = np.minimum(own[rows], own[weighted.needs[read.slot]][:, None]) + (self.tables[level + 1] + more)
-            cost = self.priced.needed(step.kind, read.slot)[:, rows, None]
+            need = self.priced.sheet.outline.need(step.kind, read.slot)
+            cost = self.priced.needed(step.kind, read.slot)[:, rows, None].take(need.of, axis=0)
         rest = np.broadcast_to(rest, (len(weighted.base), *rest.shape[1:]))
         rest = self._with_results(level, step, weighted, rest)
         total = weighted.total(rest.reshape(len(rest), -1, rest.shape[-1])).reshape(rest.shape)

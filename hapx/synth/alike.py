@@ -71,8 +71,8 @@ class Alike:
 
     def of_rows(self, direct: Array) -> Array:
         """The prices of rows, by those of entries."""
-        ones = np.minimum.reduceat(direct[self.groups], self.firsts)
-        return np.concatenate([ones, np.minimum(ones[self.left], ones[self.right]), np.zeros((1, direct.shape[1]))])
+        ones = np.minimum.reduceat(direct.take(self.groups, axis=0), self.firsts)
+        return np.concatenate([ones, np.minimum(ones.take(self.left, axis=0), ones.take(self.right, axis=0)), np.zeros((1, direct.shape[1]))])
 
 
 def _alike_groups(direct: Numbers, blocks: Sequence[Block]) -> tuple[Numbers, Numbers]:

@@ -175,16 +175,16 @@ class Bound:
         first = next((k for k, slot in enumerate(step.kind.slots) if slot.table.stored), len(step.kind.slots))
         every = slice(None)
         ends = [
-            sheet.ends_phases(table, sources, every).reshape(len(sources), -1, 2).all(axis=0)[needs] & (k < first)
+            sheet.ends_phases(table, sources, every).reshape(len(sources), -1, 2).all(axis=0).take(needs, axis=0) & (k < first)
             for k, table, sources, _, needs in values
         ]
         open_ = np.logical_or.reduce([np.zeros((len(weighted.base), 2), dtype=bool), *ends])  # directions in which a phase is still to end
         ended, total = open_, np.zeros((len(weighted.base), pairs))
         for (_, table, sources, mask, needs), own in zip(values, ends, strict=True):
-            waited = prices.waited(table, sources, every).reshape(len(sources), -1, pairs + 1).min(axis=0)[needs]
+            waited = prices.waited(table, sources, every).reshape(len(sources), -1, pairs + 1).min(axis=0).take(needs, axis=0)
             before, open_ = open_.any(axis=1, keepdims=True), open_ & ~own
             known = np.where(open_.any(axis=1, keepdims=True), waited[:, pairs:], waited[:, :pairs])
-            total += np.where(before, known, prices.available(table, mask)[needs][:, :pairs])
+            total += np.where(before, known, prices.available(table, mask).take(needs, axis=0)[:, :pairs])
         return total, ended
 
     def _choice(self, level: int, place: int) -> Array:
@@ -210,7 +210,7 @@ class Bound:
         total: Array = np.zeros((1, len(self.relaxation.weights)))
         for slot, shift, needs in zip(step.kind.slots, step.slot_shifts, weighted.needs, strict=True):
             if slot.fixed is None and not slot.table.stored:
-                total = total + self.relaxation.priced.available(slot.table, place >> shift & slot.table.full)[needs]
+                total = total + self.relaxation.priced.available(slot.table, place >> shift & slot.table.full).take(needs, axis=0)
         return total
 
     def _contexts(self, level: int, place: int) -> list[Context]:
@@ -297,7 +297,7 @@ class Bound:
         """The bound by a value in `mask` just before its next use, which is not the last."""
         table, step = value.table, self.problem.steps[value.use]
         needs = weighted.needs[step.slot_shifts.index(value.shift)]
-        cost = self.relaxation.priced.available(table, mask)[needs]
+        cost = self.relaxation.priced.available(table, mask).take(needs, axis=0)
         rows, offset = self.relaxation.rows(context, value.use + 1)
         following = self.outline.values[value.use + 1][value.shift]
         after: dict[int, Array] = {}

@@ -155,22 +155,22 @@ class Prices:
     def steps(self, layout: Layout) -> Array:
         """(step, weights) -> weighted seconds."""
         if self.capacity is not None:
-            of_memory: Array = self.capacity[layout.memory]
+            of_memory: Array = self.capacity.take(layout.memory, axis=0)
             return of_memory
-        total: Array = self.forward[layout.forward] + self.backward[layout.backward]
+        total: Array = self.forward.take(layout.forward, axis=0) + self.backward.take(layout.backward, axis=0)
         for at, term, joins, ahead, _ in layout.communication:
-            np.add.at(total, at, np.where(joins[:, None], self.worst[term], self._apart(term, ahead)))
+            np.add.at(total, at, np.where(joins[:, None], self.worst.take(term, axis=0), self._apart(term, ahead)))
         return total if self.memory is None else total + self.memory[layout.memory][:, None]
 
     def after(self, layout: Layout) -> Array:
         """The part of `steps` that comes after the last communication that ends a phase: compute, and communication for which not all kinds wait."""
-        total: Array = self.forward[layout.forward] + self.backward[layout.backward]
+        total: Array = self.forward.take(layout.forward, axis=0) + self.backward.take(layout.backward, axis=0)
         for at, term, _, ahead, late in layout.communication:
             np.add.at(total, at[late], self._apart(term, ahead)[late])
         return total
 
     def _apart(self, term: Numbers, ahead: Mask) -> Array:
-        seconds: Array = np.where(ahead[:, None], self.forward[term], self.backward[term])
+        seconds: Array = np.where(ahead[:, None], self.forward.take(term, axis=0), self.backward.take(term, axis=0))
         return seconds
 
 

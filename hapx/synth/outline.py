@@ -18,6 +18,7 @@ import numpy as np
 
 from hapx.cost.edges import Array, Mask, Numbers
 from hapx.synth.joins import Join, find_joins
+from hapx.synth.needs import Need
 from hapx.synth.periods import Repetition
 from hapx.synth.problem import Step, StepClass
 from hapx.synth.tables import TensorTable
@@ -123,6 +124,7 @@ class Outline:
         self._including: dict[tuple[int, bool, int, bool], tuple[Numbers, bool]] = {}
         self._afterwards: dict[tuple[int, bool], Numbers] = {}
         self._following: dict[tuple[int, int], Numbers] = {}
+        self._needs: dict[tuple[int, int], Need] = {}
 
     def ends(self, kind: StepClass) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
         """Per slot the placement that each choice needs, per result the one that it gives."""
@@ -131,6 +133,13 @@ class Outline:
             needs = tuple([np.array([n[i] for n in last]) for i in range(len(kind.slots))])
             self._ends[id(kind)] = needs, tuple([np.array([c.gives[i] for c in kind.choices]) for i in range(len(kind.results))])
         return self._ends[id(kind)]
+
+    def need(self, kind: StepClass, slot: int) -> Need:
+        """What the choices of a class need of a slot."""
+        key = id(kind), slot
+        if key not in self._needs:
+            self._needs[key] = Need.by(self.ends(kind)[0][slot])
+        return self._needs[key]
 
     @cached_property
     def large(self) -> list[int]:
@@ -232,7 +241,7 @@ class Outline:
         ones, twos = np.array(self.pairs(table), dtype=np.int64).reshape(-1, 2).T
         every = rows.min(axis=0, keepdims=True)
         known = np.concatenate([rows, every])
-        return np.concatenate([known, np.minimum(known[ones], known[twos])])
+        return np.concatenate([known, np.minimum(known.take(ones, axis=0), known.take(twos, axis=0))])
 
 
 def _large(values: Mapping[int, Value]) -> int:

@@ -37,6 +37,7 @@ import numpy as np
 
 from hapx.cost.edges import Array, Mask, Numbers
 from hapx.synth.effect import Vector
+from hapx.synth.needs import Groups, Need
 from hapx.synth.relaxation import Relaxation
 from hapx.synth.tables import TensorTable, bits
 
@@ -50,7 +51,7 @@ MANY = 24  # rows of which the least is found by halves
 
 
 def least(cost: Array) -> Array:
-    """(choice, row, weights) -> (choice, weights): the least of all rows. Of many by halves, whose numbers lie side by side: four times as fast."""
+    """(need, row, weights) -> (need, weights): the least of all rows. Of many by halves, whose numbers lie side by side: four times as fast."""
     while (rows := cost.shape[1]) > MANY:
         half = rows // 2
         halved = np.minimum(cost[:, :half], cost[:, half : 2 * half])
@@ -59,33 +60,6 @@ def least(cost: Array) -> Array:
         cost = halved
     found: Array = cost.min(axis=1)
     return found
-
-
-class Groups(NamedTuple):
-    """Numbers that say where each of as many costs goes: their order, where each group of equal ones starts, and its number."""
-
-    order: Numbers
-    starts: Numbers
-    numbers: Numbers
-
-    @classmethod
-    def of(cls, numbers: Numbers) -> Groups:
-        flat = numbers.ravel()
-        order = np.argsort(flat, kind="stable")
-        starts = np.flatnonzero(np.diff(flat[order], prepend=-1))
-        return cls(order, starts, flat[order][starts])
-
-    @classmethod
-    def inside(cls, members: Mask) -> Groups:
-        """The placements that each row of a mask has."""
-        rows, placements = np.nonzero(members)
-        starts = np.flatnonzero(np.diff(rows, prepend=-1))
-        return cls(placements, starts, rows[starts])
-
-    def least(self, cost: Array, found: Array) -> Array:
-        """`found`, (number, weights), with the least of each group; the same as `np.minimum.at`, five times as fast."""
-        found[self.numbers] = np.minimum.reduceat(cost.reshape(-1, cost.shape[-1])[self.order], self.starts, axis=0)
-        return found
 
 
 class Tracked(NamedTuple):
@@ -97,12 +71,12 @@ class Tracked(NamedTuple):
 
 
 class Read(NamedTuple):
-    """An operand of a step. prices: (choice, row, weights), of having it where each choice needs it. Afterwards: `members`, (row, placement), where
-    the next use is the last one; `following`, (choice, row) -> row, where it is not; neither where there is none."""
+    """An operand of a step. prices: (need, row, weights), of having it where it is needed. Afterwards: `members`, (row, placement), where the next
+    use is the last one; `following`, (need, row) -> row, where it is not; neither where there is none."""
 
     shift: int
+    need: Need
     prices: Array
-    needs: Numbers
     members: Mask | None = None
     following: Numbers | None = None
     groups: Groups | None = None  # of `following`, or of the placements of each row
@@ -141,7 +115,8 @@ class Potentials:
         self.weights, self.depth = len(relaxation.weights), len(self.problem.steps)
         self._live = self._tracked()
         self._steps: dict[int, Local] = {}
-        self._groups: dict[tuple[int, int, bool, bool], Groups] = {}  # by class of steps, which the problem holds, slot, and whether rows are sets
+        # by class of steps, slot, and whether rows are sets
+        self._groups: dict[tuple[int, int, bool, bool], Groups] = self.problem.groups
         self._period = {level: period for start, stop, period in self._middles() for level in range(start, stop)}
         self._after: list[dict[int, Array]] = [{} for _ in range(self.depth + 1)]  # M, per level by where tensors have their bits
         self._kind = relaxation.moves.capacity is None  # F of seconds says nothing of bytes
@@ -149,6 +124,7 @@ class Potentials:
         self._before = self.problem.forward.get(self._kind) or [
             {at: np.zeros((self._size(*own), self.weights)) for at, own in live.items()} for live in self._live
         ]
+        self._made: dict[int, tuple[Array, list[Array]]] = {}  # B, and A of each operand
         self._constants = np.zeros((self.depth + 1, self.weights))  # C
         self._scale = 1.0  # seconds: about the bound
         self._forget()
@@ -185,13 +161,11 @@ class Potentials:
         step, reads = self._step(level), place & self.problem.steps[level].reads
         own = self._by_choice[level].get(reads)
         if own is None:
-            if level not in self._made:
-                self._made[level] = self._own(level), [self._used(level, read) for read in step.reads]
-            own, used = self._made[level]
+            own, used = self._made.get(level) or self._make(level)
             for read, known in zip(step.reads, used, strict=True):
                 table, wide = self._live[level][read.shift]
                 found = known[:, self._chosen(table, wide, reads >> read.shift & table.full)]
-                own = own + (found.max(axis=1) if wide else found.min(axis=1))
+                own = own + (found.max(axis=1) if wide else found.min(axis=1)).take(read.need.of, axis=0)
             self._by_choice[level][reads] = own
         others, read_here = self._least[level + 1], {read.shift for read in step.reads}
         for at, (table, wide) in self._live[level].items():
@@ -207,7 +181,6 @@ class Potentials:
         self._least: list[Vector] = list(map(tuple, (self._constants - ROUNDING * self._scale).tolist()))
         self._at: list[dict[int, Vector]] = [{} for _ in range(self.depth + 1)]
         self._vectors: list[dict[tuple[int, int], Vector]] = [{} for _ in range(self.depth + 1)]
-        self._made: dict[int, tuple[Array, list[Array]]] = {}  # of steps that are asked for: B, and A of each operand
         self._by_choice: list[dict[int, Array]] = [{} for _ in range(self.depth)]
 
     def _of(self, level: int, at: int, table: TensorTable, wide: bool, mask: int) -> Vector:
@@ -226,18 +199,21 @@ class Potentials:
     def _backward(self) -> None:
         """M and C from F."""
         added: dict[int, Array] = {}
+        self._made.clear()
         for level in range(self.depth - 1, -1, -1):
             if level in self._period and self._repeat(level, added):
                 continue
-            step, own, before = self._step(level), self._own(level), self._before[level]
+            step, before = self._step(level), self._before[level]
+            own, used = self._make(level)
             after = {at: self._after[level + 1][at] for at in self._live[level] if at in self._live[level + 1]}
             self._constants[level] = self._constants[level + 1]
-            used = [self._used(level, read) for read in step.reads]
             if used:
-                parts = [self._finite(least(before[read.shift] + known)) for read, known in zip(step.reads, used, strict=True)]
+                parts = [
+                    self._finite(least(before[read.shift] + known)).take(read.need.of, axis=0) for read, known in zip(step.reads, used, strict=True)
+                ]
                 part = (own + sum(parts)) / len(used)
                 for read, known, of_read in zip(step.reads, used, parts, strict=True):
-                    after[read.shift] = ((part - of_read)[:, None] + known).min(axis=0)
+                    after[read.shift] = (read.need.least(part - of_read)[:, None] + known).min(axis=0)
             else:
                 self._constants[level] += own.min(axis=0)
             self._after[level] = after
@@ -270,63 +246,65 @@ class Potentials:
             step, known, live = self._step(level), self._before[level], self._live[level + 1]
             before = {at: rows for at, rows in known.items() if at in live}
             total, kept, stored = step.base, [], []
-            for read in step.reads:
+            for read, used in zip(step.reads, self._made[level][1], strict=True):
                 come = known[read.shift] + read.prices
+                of_read = self._finite(least(known[read.shift] + used if read.live else come)).take(read.need.of, axis=0)
                 if read.live:
-                    of_read = self._finite(least(known[read.shift] + self._used(level, read)))
                     kept.append((read, come, of_read))
-                else:
-                    of_read = self._finite(least(come))
                 total = total + of_read
             for store in step.stores:
                 of_store = self._finite(self._storing(level, store).min(axis=1))
                 stored.append((store, of_store))
                 total = total + of_store
-            results = [(at, gives, self._after[level + 1][at][gives]) for at, gives in step.results]
+            results = [(at, gives, self._after[level + 1][at].take(gives, axis=0)) for at, gives in step.results]
             part = (total + sum([self._finite(rest) for _, _, rest in results])) / max(1, len(kept) + len(stored) + len(results))
             for at, gives, rest in results:
                 before[at] = self._nowhere(level + 1, at)
                 np.minimum.at(before[at], gives, part - self._finite(rest))
             for read, come, of_read in kept:
-                before[read.shift] = self._moved(level + 1, read, (part - of_read)[:, None] + come)
+                before[read.shift] = self._moved(level + 1, read, read.need.least(part - of_read)[:, None] + come)
             for store, of_store in stored:
                 before[store.shift] = self._placed(level + 1, store, (part - of_store)[:, None] + store.prices)
             self._before[level + 1] = before
+
+    def _make(self, level: int) -> tuple[Array, list[Array]]:
+        made = self._made[level] = self._own(level), [self._used(level, read) for read in self._step(level).reads]
+        return made
 
     def _own(self, level: int) -> Array:
         """(choice, weights) -> what a choice costs, and its results' potentials; B."""
         step, after = self._step(level), self._after[level + 1]
         total = step.base
         for at, gives in step.results:
-            total = total + after[at][gives]
+            total = total + after[at].take(gives, axis=0)
         for store in step.stores:
             total = total + self._storing(level, store).min(axis=1)
         return total
 
     def _used(self, level: int, read: Read) -> Array:
-        """(choice, row, weights) -> what it costs to have an operand where a choice needs it, and what is known of it after that; A."""
+        """(need, row, weights) -> what it costs to have an operand where it is needed, and what is known of it after that; A."""
         if not read.live:
             return read.prices
         after = self._after[level + 1][read.shift]
         if read.following is not None:
-            return read.prices + after[read.following]
+            return read.prices + after.take(read.following, axis=0)
         assert read.members is not None and read.groups is not None, "it is live"
         best = read.groups.least(after, np.full((len(read.members), self.weights), np.inf))
-        return read.prices + np.minimum(best, after[read.needs][:, None])
+        return read.prices + np.minimum(best, after.take(read.need.at, axis=0)[:, None])
 
     def _storing(self, level: int, store: Store) -> Array:
         """(choice, way to store it, weights), with what is known after that."""
         after = self._after[level + 1][store.shift]
-        rest = after[store.following] if store.following is not None else np.minimum(after[store.ways], after[store.needs][:, None])
+        rest = after.take(store.following, axis=0) if store.following is not None else np.minimum(after[store.ways], after[store.needs][:, None])
         return store.prices + rest
 
     def _moved(self, level: int, read: Read, cost: Array) -> Array:
-        """(row, weights) of an operand before the next level, by choice and row before."""
+        """(row, weights) of an operand before the next level, by need and row before."""
         found = self._nowhere(level, read.shift)
         if read.following is not None and read.groups is not None:
             return read.groups.least(cost, found)
         assert read.members is not None, "it is live"
-        np.minimum.at(found, read.needs, cost.min(axis=1))
+        np.minimum.at(found, read.need.at, cost.min(axis=1))
         return np.minimum(found, np.where(read.members[:, :, None], cost.min(axis=0)[:, None], np.inf).min(axis=0))  # type: ignore[no-any-return]
 
     def _placed(self, level: int, store: Store, cost: Array) -> Array:
@@ -416,22 +394,24 @@ class Potentials:
                     base = base - np.where(np.isfinite(least), least, 0.0)
                     ways = np.array([kept.placement for kept in table.stored])
                     following = self.outline.afterwards(table)[ways].T[needs] if after.wide else None
-                    stores.append(Store(at, prices.transpose(1, 0, 2), needs, ways, following))
+                    stores.append(Store(at, np.ascontiguousarray(prices.transpose(1, 0, 2)), needs, ways, following))
                 continue
             wide = live[at].wide
             rows = self._size(table, wide)
-            prices = priced.conversions(table, slice(rows), needs).transpose(1, 0, 2)
+            several = after is not None and after.wide
+            need = self.outline.need(step.kind, k)
+            prices = priced.reached(table, slice(rows), need.at)
             if after is None:
-                reads.append(Read(at, prices, needs))
+                reads.append(Read(at, need, prices))
                 continue
-            key = id(step.kind), k, wide, after.wide
-            if after.wide:
-                following = self.outline.following(step.kind, k)[:, :rows]
+            key = id(step.kind), k, wide, several
+            if several:
+                following = self.outline.following(step.kind, k)[need.first, :rows]
                 self._groups[key] = self._groups.get(key) or Groups.of(following)
-                reads.append(Read(at, prices, needs, following=following, groups=self._groups[key]))
+                reads.append(Read(at, need, prices, following=following, groups=self._groups[key]))
             else:
                 members = self.outline.inside(table)[:rows] if wide else np.eye(rows, dtype=bool)
                 self._groups[key] = self._groups.get(key) or Groups.inside(members)
-                reads.append(Read(at, prices, needs, members, groups=self._groups[key]))
+                reads.append(Read(at, need, prices, members, groups=self._groups[key]))
         results = tuple([(at, g) for r, at, g in zip(step.kind.results, step.result_shifts, weighted.gives, strict=True) if r.live])
         return Local(base, tuple(reads), tuple(stores), results)

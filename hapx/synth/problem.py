@@ -130,6 +130,7 @@ class Problem:
     outline: Any = None  # see `hapx.synth.outline`; made when first searched
     sheet: Any = None  # see `hapx.synth.sheet`; made when first searched
     forward: dict[bool, Any] = field(default_factory=dict)  # see `hapx.synth.potentials`; of the last search by seconds (True), and by bytes
+    groups: dict[Any, Any] = field(default_factory=dict)  # see `hapx.synth.potentials`; of the operands of a class
     blunt: set[bool] = field(default_factory=set)  # of which of the two potentials made the bound no sharper
     asked: Any = None  # see `hapx.synth.search.least`
     widened: dict[Any, Any] = field(default_factory=dict)  # see `hapx.synth.search._found_by_wider`

@@ -301,7 +301,7 @@ class Relaxation:
         table = self._table(use)
         if not use.mask:
             gains, ways = self._gains(use), self.priced.first(table, needs)
-            after = np.minimum(gains[[k.placement for k in table.stored]][:, None], gains[needs])
+            after = np.minimum(gains[[k.placement for k in table.stored]][:, None], gains.take(needs, axis=0))
             least = ways.min(axis=0)
             more: Array = np.where(np.isfinite(least), (ways + after).min(axis=0) - np.where(np.isfinite(least), least, 0.0), 0.0)
             return more
@@ -310,7 +310,7 @@ class Relaxation:
         cost[inside] = 0.0
         if last:
             cost += np.minimum(gains := self._gains(use), gains[inside].min(axis=0))
-        found: Array = cost[needs]
+        found: Array = cost.take(needs, axis=0)
         return found
 
     def coming(self, level: int) -> Context | None:
@@ -453,19 +453,22 @@ class Relaxation:
         then = after[GENERAL]  # the same after every choice
         for shift, result, gives in zip(step.result_shifts, step.kind.results, weighted.gives, strict=True):
             if result.live:
-                then = np.maximum(then, after[shift][gives])
+                then = np.maximum(then, after[shift].take(gives, axis=0))
         return then
 
     def _value(self, level: int, shift: int, weighted: Weighted, then: Array, after: Rows, offset: Array) -> Array:
-        """Of a value that the step reads: (choice, row, weights) -> the least over the choices, which come first as that is fastest."""
+        """Of a value that the step reads: (choice, row, weights) -> the least over the choices, which come first as that is fastest. Where nothing
+        is known of it afterwards, of those that need it in the same placement the least."""
         step, value = self.problem.steps[level], self.outline.values[level][shift]
         slot, rest = step.slot_shifts.index(shift), then[:, None]
-        needed = self.priced.needed(step.kind, slot)
+        needed, need = self.priced.needed(step.kind, slot), self.outline.need(step.kind, slot)
         if not value.several:
             needed = needed[:, : len(value.table.placements)]
-        if not value.last:
-            rest = np.maximum(rest, self._converted(level, slot, value, after[shift]))
-        total = self._total(weighted, rest, offset)
+        if value.last:
+            total = need.least(self._total(weighted, rest, offset))
+        else:
+            needed = needed.take(need.of, axis=0)
+            total = self._total(weighted, np.maximum(rest, self._converted(level, slot, value, after[shift])), offset)
         if total.shape[-1] > needed.shape[-1]:  # several contexts
             total, needed = total.reshape(*total.shape[:-1], -1, needed.shape[-1]), needed[:, :, None]
             return np.minimum.reduce(needed + total).reshape(needed.shape[1], -1)  # type: ignore[no-any-return]
@@ -481,9 +484,9 @@ class Relaxation:
         """(choice, row, weights) -> the bound by a value that is used again, after it was converted to what a choice needs."""
         kind, outline = self.problem.steps[level].kind, self.outline
         if outline.values[level + 1][value.shift].last:
-            return np.minimum(outline.least(value.table, after, value.used), after[outline.ends(kind)[0][slot]][:, None])
+            return np.minimum(outline.least(value.table, after, value.used), after.take(outline.ends(kind)[0][slot], axis=0)[:, None])
         following = outline.following(kind, slot)
-        return after[following if value.used else following[:, : len(value.table.placements)]]
+        return after.take(following if value.used else following[:, : len(value.table.placements)], axis=0)
 
     def _weighted(self, kind: StepClass, first: tuple[bool, ...]) -> Weighted:
         """`first`: slots that are parameters used for the first time here."""

@@ -289,16 +289,16 @@ class Sheet:
         self.firsts_of_choice = [np.concatenate([[*f, *n][k] for f, n in zip(firsts, none, strict=True)]) for k in range(most)]
 
     def _needs(self, problem: Problem) -> None:
-        """`needs`: per class and slot that keeps its placements, (choice, row): what it costs to have it where the choice needs it."""
+        """`needs`: per class and slot that keeps its placements, (need, row): what it costs to have it where it is needed."""
         slots: dict[tuple[int, int], StepClass] = {}
         for kind in problem.classes:
             slots |= {(id(kind), k): kind for k, slot in enumerate(kind.slots) if slot.fixed is None and not slot.table.stored}
         shapes, numbers = [], [np.zeros(0, dtype=np.int64)]
         for (key, k), kind in slots.items():
-            (entries, (rows, n)), needs = self.rows[id(kind.slots[k].table)], self.outline.ends(kind)[0][k]
+            (entries, (rows, n)), at = self.rows[id(kind.slots[k].table)], self.outline.need(kind, k).at
             rows = rows if (key, k) in self.outline.wide else n
-            shapes.append(((key, k), (len(needs), rows)))
-            numbers.append((entries.start + needs[:, None] + np.arange(rows) * n).ravel())
+            shapes.append(((key, k), (len(at), rows)))
+            numbers.append((entries.start + at[:, None] + np.arange(rows) * n).ravel())
         self.needs, self.needed = _views(shapes), np.concatenate(numbers)
 
 
@@ -322,20 +322,21 @@ class Priced:
         self._alike, self._direct = sheet.without, _cheapest(edges, *sheet.unlike)
         if held is not None:
             self._alike, unlike, of_held = sheet.holding
-            self._direct = self._direct[unlike] + held[of_held, None]
+            self._direct = self._direct.take(unlike, axis=0) + held[of_held, None]
         self._rows = self._alike.of_rows(self._direct)
-        self._needed = self._rows[self._alike.rows[sheet.needed]]
+        self._needed = self._rows.take(self._alike.rows.take(sheet.needed), axis=0)
         self._own = own = prices.steps(sheet.layout)
         self.cuts = prices.capacity is None and bool(sheet.freed.any())
         if self.cuts:
             self._after = np.where(sheet.freed[:, None], prices.after(sheet.layout), 0.0)
             own = own - self._after
-        base: Array = own[sheet.of_choice]
+        base: Array = own.take(sheet.of_choice, axis=0)
         if len(sheet.first_starts):
-            ways = np.vstack([own, np.full((1, own.shape[1]), np.inf)])[sheet.first_kept] + self._rows[self._alike.rows[sheet.first_converted]]
+            ways = np.vstack([own, np.full((1, own.shape[1]), np.inf)]).take(sheet.first_kept, axis=0)
+            ways += self._rows.take(self._alike.rows.take(sheet.first_converted), axis=0)
             firsts = np.vstack([np.minimum.reduceat(ways, sheet.first_starts), np.zeros((1, own.shape[1]))])
             for numbers in sheet.firsts_of_choice:
-                base += firsts[numbers]
+                base += firsts.take(numbers, axis=0)
         self._base = base
 
     def direct(self, table: TensorTable, sources: Chosen = EVERY, targets: Chosen = EVERY) -> Array:
@@ -345,6 +346,12 @@ class Priced:
     def conversions(self, table: TensorTable, rows: Chosen = EVERY, targets: Chosen = EVERY) -> Array:
         """(row, target, weights): the least price of a conversion from anything that is available in the row; nothing for "anything"."""
         return _chosen(self._rows, self._alike.rows, self.sheet.rows[id(table)], rows, targets)
+
+    def reached(self, table: TensorTable, rows: Chosen, targets: Chosen) -> Array:
+        """(target, row, weights): as `conversions`, by target."""
+        entries, shape = self.sheet.rows[id(table)]
+        prices: Array = self._rows.take(self._alike.rows[entries].reshape(shape)[rows][:, targets].T, axis=0)
+        return prices
 
     def first(self, table: TensorTable, needs: Numbers) -> Array:
         """(way to store it, choice, weights): the price of a parameter that is used for the first time, in what each choice needs."""
@@ -391,7 +398,7 @@ class Priced:
         return self._waited_for()
 
     def needed(self, kind: StepClass, slot: int) -> Array:
-        """(choice, row, weights): as `conversions`, to what each choice needs of a slot."""
+        """(need, row, weights): as `conversions`, to where choices need a slot."""
         return _at(self._needed, self.sheet.needs[id(kind), slot])
 
     def weighted(self, kind: StepClass, first: tuple[bool, ...]) -> Weighted:
@@ -408,14 +415,14 @@ class Priced:
 
 def _cheapest(edges: Array, orders: Numbers, at: Numbers, through: Numbers) -> Array:
     """(pair, weights) -> the least price over the paths between two placements: the edges for each order of the axes, and those through shards."""
-    found: Array = np.minimum.reduce(np.add.reduce(edges[orders], axis=1), axis=0)
+    found: Array = np.minimum.reduce(np.add.reduce(edges.take(orders, axis=0), axis=1), axis=0)
     if len(at):  # one path at most between two placements
-        found[at] = np.minimum(found[at], np.add.reduce(edges[through], axis=0))
+        found[at] = np.minimum(found[at], np.add.reduce(edges.take(through, axis=0), axis=0))
     return found
 
 
 def _chosen(prices: Array, numbers: Numbers, view: View, first: Chosen, second: Chosen) -> Array:
-    return prices[numbers[view[0]].reshape(view[1])[first][:, second]]
+    return prices.take(numbers[view[0]].reshape(view[1])[first][:, second], axis=0)
 
 
 def _at(values: Array, view: View) -> Array:
